@@ -1,0 +1,392 @@
+"""What each family is: shapes, ring contents, inputs, byte counts.
+
+A spec is the only place that knows them. It knows nothing of compilers: :meth:`ReplaySpec.module` returns the plain
+description (name, template, constants, parameter struct) that :mod:`replayssm_jit.jit` turns into a kernel.
+
+Dimensions carry one letter in every family:
+
+====  =========================================  ==========================
+dim   Mamba-2                                    Gated DeltaNet, KDA
+====  =========================================  ==========================
+H     heads                                      value heads
+G     groups                                     key heads
+P     head_dim                                   head_dim of values (V)
+N     state_dim                                  head_dim of keys (K)
+R     ring_len = buffer_len + max_tokens         the same
+====  =========================================  ==========================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+
+from .jit.module import ModuleSpec
+from .jit.params import ParamStruct
+
+DTYPE_NAMES: dict[torch.dtype, str] = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+}
+
+#: Checkpoint formats: (checkpoint_dtype, read_dtype) -> name used in templates and module names.
+STATE_FORMATS: dict[tuple[torch.dtype, torch.dtype], str] = {
+    (torch.float32, torch.float32): "fp32",
+    (torch.bfloat16, torch.bfloat16): "bf16",
+    (torch.float16, torch.float16): "fp16",
+    (torch.float32, torch.bfloat16): "fp32_bf16",
+}
+
+MAX_BUFFER_LEN = 64
+MAX_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Ring:
+    """One tensor of the ring: ``[slots, outer, ring_len, inner]`` (``inner`` absent when None)."""
+
+    name: str
+    outer: str
+    inner: str | None
+    dtype: str  # "activation" or "fp32"
+
+
+@dataclass(frozen=True)
+class Input:
+    """One per-token input of a step: ``[rows, T, outer, inner]``, or ``[tokens, outer, inner]`` when packed."""
+
+    name: str
+    outer: str
+    inner: str | None
+    dtype: str  # "activation", "fp32", or the name of a spec field that holds a dtype
+    optional: bool = False
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One per-layer constant, fp32 and contiguous."""
+
+    name: str
+    dims: tuple[str, ...]
+    optional: bool = False
+
+
+def _positive(name: str, value: object, accepted: str = "a positive int") -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} must be {accepted}, got {value!r}")
+
+
+def _one_of(name: str, value: object, accepted: tuple[Any, ...]) -> None:
+    if value not in accepted:
+        raise ValueError(f"{name} must be one of {', '.join(map(str, accepted))}, got {value!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplaySpec:
+    """What every family shares.
+
+    Parameters
+    ----------
+    heads : int
+        Heads on this rank (value heads in Gated DeltaNet and KDA).
+    head_dim : int
+        Rows of one head's state (P, or V).
+    state_dim : int
+        Columns of one head's state (N, or K).
+    buffer_len : int
+        L, the most history a slot may hold before it is folded; 1 to 64.
+    max_tokens : int
+        T_max, the most new tokens a row may bring to a step; 1 to min(16, buffer_len).
+    dtype : torch.dtype
+        Activation dtype: bfloat16, float16 or float32.
+    checkpoint_dtype, read_dtype : torch.dtype
+        Precision of the checkpoint and of the part of it that ordinary steps read. Equal dtypes mean one plane;
+        float32 with bfloat16 means two 16-bit planes that together are the exact float32.
+
+    Raises
+    ------
+    ValueError
+        A value is outside what the kernels accept; the message names the argument.
+    """
+
+    heads: int
+    head_dim: int
+    state_dim: int
+    buffer_len: int = 16
+    max_tokens: int = 1
+    dtype: torch.dtype = torch.bfloat16
+    checkpoint_dtype: torch.dtype = torch.float32
+    read_dtype: torch.dtype = torch.bfloat16
+
+    family: ClassVar[str]
+    rings: ClassVar[tuple[Ring, ...]]
+    inputs: ClassVar[tuple[Input, ...]]
+    weights: ClassVar[tuple[Weight, ...]]
+    head_dims: ClassVar[tuple[int, ...]]
+    state_dims: ClassVar[tuple[int, ...]]
+
+    def __post_init__(self) -> None:
+        _positive("heads", self.heads)
+        _one_of("head_dim", self.head_dim, self.head_dims)
+        _one_of("state_dim", self.state_dim, self.state_dims)
+        _positive("buffer_len", self.buffer_len)
+        _positive("max_tokens", self.max_tokens)
+        if self.buffer_len > MAX_BUFFER_LEN:
+            raise ValueError(f"buffer_len must be at most {MAX_BUFFER_LEN}, got {self.buffer_len}")
+        if self.max_tokens > min(MAX_TOKENS, self.buffer_len):
+            raise ValueError(f"max_tokens must be at most min({MAX_TOKENS}, buffer_len={self.buffer_len}), got {self.max_tokens}")
+        _one_of("dtype", self.dtype, tuple(DTYPE_NAMES))
+        if (self.checkpoint_dtype, self.read_dtype) not in STATE_FORMATS:
+            pairs = ", ".join(f"{c}/{r}" for c, r in STATE_FORMATS)
+            raise ValueError(f"checkpoint_dtype/read_dtype must be one of {pairs}, got {self.checkpoint_dtype}/{self.read_dtype}")
+
+    # ---- shapes -------------------------------------------------------------------------------------------------
+
+    @property
+    def groups_(self) -> int:
+        """G: groups (Mamba-2) or key heads (Gated DeltaNet, KDA)."""
+        raise NotImplementedError
+
+    @property
+    def ring_len(self) -> int:
+        """R = L + T_max, the physical length of the ring."""
+        return self.buffer_len + self.max_tokens
+
+    @property
+    def state_format(self) -> str:
+        """Name of the checkpoint's format."""
+        return STATE_FORMATS[self.checkpoint_dtype, self.read_dtype]
+
+    @cached_property
+    def dims(self) -> dict[str, int]:
+        """Sizes by dimension letter."""
+        return {"H": self.heads, "G": self.groups_, "P": self.head_dim, "N": self.state_dim, "R": self.ring_len}
+
+    def shape(self, *letters: str | None) -> tuple[int, ...]:
+        """Sizes of the named dimensions; None is dropped."""
+        return tuple(self.dims[letter] for letter in letters if letter is not None)
+
+    def dtype_of(self, declared: str) -> torch.dtype:
+        """Resolve the dtype that a ring or an input declares."""
+        if declared == "activation":
+            return self.dtype
+        if declared == "fp32":
+            return torch.float32
+        value = getattr(self, declared)
+        assert isinstance(value, torch.dtype)
+        return value
+
+    # ---- cache tensors ------------------------------------------------------------------------------------------
+
+    @cached_property
+    def cache_tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Every cache tensor of one layer: name -> (shape after the slot dimension, dtype)."""
+        tensors = {"state": (self.shape("H", "P", "N"), self.checkpoint_dtype)}
+        for ring in self.rings:
+            tensors[f"ring_{ring.name}"] = (self.shape(ring.outer, "R", ring.inner), self.dtype_of(ring.dtype))
+        return tensors
+
+    @cached_property
+    def bytes_per_slot(self) -> int:
+        """Bytes of cache that one slot takes in one layer (cursors, 16 bytes a slot and cache, not counted)."""
+        return sum(_numel(shape) * dtype.itemsize for shape, dtype in self.cache_tensors.values())
+
+    # ---- traffic ------------------------------------------------------------------------------------------------
+
+    @property
+    def state_elements(self) -> int:
+        """Elements of one slot's state in one layer."""
+        return self.heads * self.head_dim * self.state_dim
+
+    def ring_bytes_per_token(self) -> int:
+        """Bytes of one ring entry that an ordinary step reads, all heads of one layer."""
+        return sum(_numel(self.shape(r.outer, r.inner)) * self.dtype_of(r.dtype).itemsize for r in self.rings if r.name not in self.fold_only_rings)
+
+    fold_only_rings: ClassVar[frozenset[str]] = frozenset()
+
+    def step_bytes(self, tokens: int, history: float, flush_share: float) -> float:
+        """Average cache bytes that one row of one layer moves in a step (inputs and outputs not counted).
+
+        Parameters
+        ----------
+        tokens : int
+            New tokens of the row.
+        history : float
+            Mean history in the ring.
+        flush_share : float
+            Share of steps that flush: they read and write the whole checkpoint.
+
+        Returns
+        -------
+        float
+            Bytes read plus bytes written.
+        """
+        whole = self.state_elements * self.checkpoint_dtype.itemsize
+        read = self.state_elements * self.read_dtype.itemsize
+        all_ring = sum(_numel(self.shape(r.outer, r.inner)) * self.dtype_of(r.dtype).itemsize for r in self.rings)
+        state = (1 - flush_share) * read + flush_share * 2 * whole
+        ring = self.ring_bytes_per_token() * history + all_ring * tokens
+        return state + ring
+
+    def standard_step_bytes(self, tokens: int = 1) -> float:
+        """Bytes of state that the standard recurrence moves for one row and layer: one read, one written snapshot a token."""
+        return self.state_elements * self.checkpoint_dtype.itemsize * (1 + tokens)
+
+    # ---- kernels ------------------------------------------------------------------------------------------------
+
+    def constants(self) -> dict[str, Any]:
+        """Compile-time constants of this specialization."""
+        return {
+            "family": self.family,
+            "head_dim": self.head_dim,
+            "state_dim": self.state_dim,
+            "heads_per_group": self.heads // self.groups_,
+            "buffer_len": self.buffer_len,
+            "max_tokens": self.max_tokens,
+            "dtype": DTYPE_NAMES[self.dtype],
+            "state_format": self.state_format,
+        }
+
+    @cached_property
+    def step_params(self) -> ParamStruct:
+        """Parameters of the step kernel: decode, verification and flush."""
+        tokens = (*(i.name for i in self.inputs), "out")
+        return ParamStruct.of(
+            ptr=(
+                *self.cache_tensors,
+                *tokens,
+                *(w.name for w in self.weights),
+                *("slots", "num_tokens", "cu_seqlens", "ring_start", "history"),
+            ),
+            i64=(
+                *(f"{name}_slot" for name in self.cache_tensors),
+                *(f"{name}_{axis}" for name in tokens for axis in ("row", "token", "outer")),
+            ),
+            i32=("rows", "tokens", "num_heads", "pad_slot", "fold_only", "aligned", "heads_per_block", "threads"),
+        )
+
+    @cached_property
+    def standard_params(self) -> ParamStruct:
+        """Parameters of the standard kernel, which reads and writes the state at every token.
+
+        Row r reads its state from ``slots[r]`` and writes the state after token t to ``write_slots[r, t]``.
+        """
+        tokens = (*(i.name for i in self.inputs), "out")
+        return ParamStruct.of(
+            ptr=("state", *tokens, *(w.name for w in self.weights), "slots", "write_slots"),
+            i64=("state_slot", *(f"{name}_{axis}" for name in tokens for axis in ("row", "token", "outer"))),
+            i32=("rows", "tokens", "num_heads", "pad_slot", "aligned", "heads_per_block", "threads"),
+        )
+
+    def module(self, kind: str, backend: str) -> ModuleSpec:
+        """Describe the module that runs a kernel of this spec.
+
+        Parameters
+        ----------
+        kind : {"step", "standard"}
+            ``step`` is decode, verification and flush; ``standard`` the recurrence that rewrites its state every token.
+        backend : {"cuda", "cpu"}
+            Where it runs.
+
+        Returns
+        -------
+        ModuleSpec
+            What :func:`replayssm_jit.jit.load` takes.
+        """
+        constants = self.constants()
+        if kind == "standard":
+            _one_of("read_dtype (the standard kernel has one plane)", self.read_dtype, (self.checkpoint_dtype,))
+            del constants["buffer_len"], constants["max_tokens"]
+            params = self.standard_params
+        else:
+            params = self.step_params
+        return ModuleSpec(
+            name=self.module_name(kind),
+            template=f"{backend}/{self.family}_{kind}",
+            backend=backend,
+            params=params,
+            constants=tuple(sorted(constants.items())),
+        )
+
+    def module_name(self, kind: str) -> str:
+        """Name of a module for humans: family, kind, shape, precision."""
+        ring = f"_l{self.buffer_len}_t{self.max_tokens}" if kind == "step" else ""
+        ratio = self.heads // self.groups_
+        return f"{self.family}_{kind}_p{self.head_dim}_n{self.state_dim}_g{ratio}{ring}_{DTYPE_NAMES[self.dtype]}_{self.state_format}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mamba2Spec(ReplaySpec):
+    """Mamba-2 (state space duality).
+
+    ``d = softplus(dt + dt_bias)``, ``S <- exp(A d) S + d x B^T``, ``y = S C + D x``, then optionally ``y *= silu(z)``.
+    Source: Dao and Gu, "Transformers are SSMs", 2024, the recurrent form.
+
+    Parameters
+    ----------
+    groups : int
+        Groups of heads that share B and C; must divide ``heads``.
+    dt_softplus : bool
+        Apply softplus to ``dt + dt_bias``.
+    dt_dtype : torch.dtype, optional
+        Dtype of ``dt``: the activation dtype (default) or float32.
+    """
+
+    groups: int = 1
+    dt_softplus: bool = True
+    dt_dtype: torch.dtype = None  # type: ignore[assignment]  # resolved to the activation dtype
+
+    family: ClassVar[str] = "mamba2"
+    head_dims: ClassVar[tuple[int, ...]] = (32, 64, 80, 128)
+    state_dims: ClassVar[tuple[int, ...]] = (64, 128, 256)
+    rings: ClassVar[tuple[Ring, ...]] = (
+        Ring("x", "H", "P", "activation"),
+        Ring("b", "G", "N", "activation"),
+        Ring("d", "H", None, "fp32"),
+    )
+    inputs: ClassVar[tuple[Input, ...]] = (
+        Input("x", "H", "P", "activation"),
+        Input("dt", "H", None, "dt_dtype"),
+        Input("B", "G", "N", "activation"),
+        Input("C", "G", "N", "activation"),
+        Input("z", "H", "P", "activation", optional=True),
+    )
+    weights: ClassVar[tuple[Weight, ...]] = (
+        Weight("A", ("H",)),
+        Weight("D", ("H",), optional=True),
+        Weight("dt_bias", ("H",), optional=True),
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _positive("groups", self.groups)
+        if self.heads % self.groups:
+            raise ValueError(f"groups must divide heads={self.heads}, got {self.groups}")
+        if self.dt_dtype is None:
+            object.__setattr__(self, "dt_dtype", self.dtype)
+        _one_of("dt_dtype", self.dt_dtype, (self.dtype, torch.float32))
+
+    @property
+    def groups_(self) -> int:
+        return self.groups
+
+    def constants(self) -> dict[str, Any]:
+        return super().constants() | {"dt_softplus": self.dt_softplus, "dt_dtype": DTYPE_NAMES[self.dt_dtype]}
+
+    def module_name(self, kind: str) -> str:
+        name = super().module_name(kind)
+        if self.dt_dtype is not self.dtype:
+            name += f"_dt{DTYPE_NAMES[self.dt_dtype]}"
+        return name if self.dt_softplus else name + "_rawdt"
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    out = 1
+    for size in shape:
+        out *= size
+    return out
