@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from .params import ParamStruct
@@ -23,7 +26,7 @@ class ModuleSpec:
     params : ParamStruct
         The struct that its entry point ``kernel`` takes.
     constants : tuple of (str, value)
-        What the template is rendered with, sorted by name.
+        What the template is rendered with, sorted by name; values are str, int, float or bool.
     """
 
     name: str
@@ -31,3 +34,14 @@ class ModuleSpec:
     backend: str
     params: ParamStruct
     constants: tuple[tuple[str, Any], ...]
+
+    @cached_property
+    def digest(self) -> str:
+        """Digest of the whole description, the same in every process."""
+        fields = [(f.name, f.kind) for f in self.params.fields]
+        text = json.dumps([self.name, self.template, self.backend, fields, self.constants])
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def __hash__(self) -> int:
+        # The generated hash would walk every field of the struct at each lookup.
+        return hash(self.digest)

@@ -58,7 +58,7 @@ class ParamStruct:
     def c_source(self) -> str:
         """C definition of ``struct Params``."""
         body = "".join(f"  {_C_TYPES[f.kind]} {f.name};\n" for f in self.fields)
-        return f"struct Params {{\n{body}}};\nstatic_assert(sizeof(Params) == {self.size}, \"packing differs from the host's\");\n"
+        return f'struct Params {{\n{body}}};\nstatic_assert(sizeof(Params) == {self.size}, "packing differs from the host\'s");\n'
 
     @cached_property
     def packer(self) -> struct.Struct:

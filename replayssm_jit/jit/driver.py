@@ -1,0 +1,132 @@
+"""Loading and launching on a GPU, through the CUDA driver. Imported on the first CUDA load only."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any
+
+from .errors import DriverError, UnsupportedDeviceError
+from .store import Entry
+
+try:
+    from cuda.bindings import driver as cu
+except ImportError as error:
+    raise DriverError(f"cuda-python is not installed ({error}): pip install 'replayssm-jit[cu13]' or [cu12]") from error
+
+_OLDEST = (8, 0)
+_MAX_CACHED_BUFFERS = 65536
+
+
+def current_device() -> int:
+    """Ordinal of the device whose context is current in this thread; 0 when there is none."""
+    _init()
+    context = _checked("cuCtxGetCurrent", cu.cuCtxGetCurrent())
+    return int(_checked("cuCtxGetDevice", cu.cuCtxGetDevice())) if int(context) else 0
+
+
+@cache
+def device_arch(device: int) -> str:
+    """Architecture that modules are compiled for on a device.
+
+    A cubin runs on every later minor version of its major version, so one target serves a family of devices: the
+    targets that the tests compile are the ones that run.
+
+    Raises
+    ------
+    UnsupportedDeviceError
+        The device is older than sm_80.
+    DriverError
+        There is no driver or no such device.
+    """
+    _init()
+    handle = _checked(f"cuDeviceGet({device})", cu.cuDeviceGet(device))
+    attribute = cu.CUdevice_attribute
+    major = _checked("cuDeviceGetAttribute", cu.cuDeviceGetAttribute(attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, handle))
+    minor = _checked("cuDeviceGetAttribute", cu.cuDeviceGetAttribute(attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, handle))
+    if (major, minor) < _OLDEST:
+        name = _checked("cuDeviceGetName", cu.cuDeviceGetName(64, handle)).rstrip(b"\0").decode()
+        raise UnsupportedDeviceError(f"GPU {device} ({name}, sm_{major}{minor}) is not supported: sm_80 or newer is needed")
+    return f"sm_{major}0f" if major >= 10 else f"sm_{major}0"
+
+
+class CudaKernel:
+    """A kernel loaded into the primary context of one device."""
+
+    def __init__(self, entry: Entry, device: int) -> None:
+        self.entry = entry
+        self.device = device
+        _init()
+        handle = _checked(f"cuDeviceGet({device})", cu.cuDeviceGet(device))
+        context = _checked("cuDevicePrimaryCtxRetain", cu.cuDevicePrimaryCtxRetain(handle))
+        _checked("cuCtxPushCurrent", cu.cuCtxPushCurrent(context))
+        try:
+            self._module = _checked(f"loading {entry.name} on GPU {device}", cu.cuModuleLoadData(entry.binary))
+            name = entry.meta["entry_point"].encode()
+            self._function = _checked(f"finding the kernel of {entry.name}", cu.cuModuleGetFunction(self._module, name))
+            self.max_dynamic_smem = self._allow_all_smem(handle)
+        finally:
+            cu.cuCtxPopCurrent()
+        self._address = int(self._function)
+        self._launch = _launch_function()
+        self._params: dict[int, Any] = {}
+
+    def _allow_all_smem(self, device: Any) -> int:
+        """Let a launch ask for all the shared memory that a block may have; also loads the code now, not inside a capture."""
+        limit = cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+        static = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
+        dynamic = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        size: int = _checked("cuDeviceGetAttribute", cu.cuDeviceGetAttribute(limit, device))
+        size -= _checked("cuFuncGetAttribute", cu.cuFuncGetAttribute(static, self._function))
+        _checked("cuFuncSetAttribute", cu.cuFuncSetAttribute(self._function, dynamic, size))
+        return size
+
+    def launch(self, buffer_address: int, grid: tuple[int, int, int] = (1, 1, 1), block: int = 1, smem: int = 0, stream: int = 0) -> None:
+        """Enqueue the kernel with the packed parameter struct at ``buffer_address``.
+
+        The driver copies the struct before this returns, so the buffer may be rewritten at once.
+
+        Raises
+        ------
+        DriverError
+            The driver refused the launch.
+        """
+        params = self._params.get(buffer_address)
+        if params is None:
+            params = self._params_at(buffer_address)
+        x, y, z = grid
+        result = self._launch(self._address, x, y, z, block, 1, 1, smem, stream, params, None)
+        if result:
+            raise DriverError(f"{self.entry.name}: launching grid={grid} block={block} smem={smem} failed: {cu.CUresult(result).name}")
+
+    def _params_at(self, buffer_address: int) -> Any:
+        """The driver's array of pointers to parameters: one pointer, to the struct."""
+        if len(self._params) >= _MAX_CACHED_BUFFERS:
+            self._params = {}
+        params = self._params[buffer_address] = (ctypes.c_void_p * 1)(buffer_address)
+        return params
+
+
+@cache
+def _launch_function() -> Any:
+    """``cuLaunchKernel`` through ctypes, which costs a fraction of the bindings' own call."""
+    flags = cu.CUdriverProcAddress_flags.CU_GET_PROC_ADDRESS_DEFAULT
+    address, _ = _checked("cuGetProcAddress", cu.cuGetProcAddress(b"cuLaunchKernel", 12000, flags))
+    u32, pointer = ctypes.c_uint, ctypes.c_void_p
+    return ctypes.CFUNCTYPE(ctypes.c_int, pointer, *[u32] * 7, pointer, pointer, pointer)(int(address))
+
+
+@cache
+def _init() -> None:
+    try:
+        returned = cu.cuInit(0)
+    except Exception as error:  # the bindings raise RuntimeError or their own error when libcuda is absent
+        raise DriverError(f"the CUDA driver cannot be loaded: {str(error).splitlines()[0]}") from error
+    _checked("cuInit", returned)
+
+
+def _checked(what: str, returned: Any) -> Any:
+    result, *values = returned
+    if result != cu.CUresult.CUDA_SUCCESS:
+        raise DriverError(f"{what} failed: {result.name}")
+    return values[0] if len(values) == 1 else tuple(values)

@@ -1,0 +1,72 @@
+"""Every REPLAYSSM_* environment variable, in one place. They are read when used, never at import."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One environment variable as the documentation shows it."""
+
+    name: str
+    default: str
+    meaning: str
+
+
+VARIABLES = (
+    Variable("REPLAYSSM_CACHE_DIR", "~/.cache/replayssm-jit", "Where compiled modules are kept."),
+    Variable("REPLAYSSM_EXTRA_CACHE_DIRS", "none", "Read-only directories of compiled modules, looked up first; separated like PATH."),
+    Variable("REPLAYSSM_DISABLE_JIT", "0", "1: never compile; a module found in no directory is an error."),
+    Variable("REPLAYSSM_VERBOSE", "0", "1: report every lookup and compile on stderr."),
+    Variable("REPLAYSSM_LINEINFO", "0", "1: compile with line information for profilers and debuggers."),
+)
+
+
+def cache_dir() -> str:
+    """Directory of compiled modules; may not exist."""
+    chosen = os.environ.get("REPLAYSSM_CACHE_DIR")
+    return os.path.abspath(os.path.expanduser(chosen)) if chosen else os.path.join(_user_cache_dir(), "replayssm-jit")
+
+
+def extra_cache_dirs() -> list[str]:
+    """Read-only directories that are looked up before the cache."""
+    listed = os.environ.get("REPLAYSSM_EXTRA_CACHE_DIRS", "")
+    return [os.path.abspath(os.path.expanduser(d)) for d in listed.split(os.pathsep) if d]
+
+
+def jit_disabled() -> bool:
+    """Whether compiling is forbidden."""
+    return _flag("REPLAYSSM_DISABLE_JIT")
+
+
+def verbose() -> bool:
+    """Whether lookups and compiles are reported."""
+    return _flag("REPLAYSSM_VERBOSE")
+
+
+def lineinfo() -> bool:
+    """Whether modules carry line information."""
+    return _flag("REPLAYSSM_LINEINFO")
+
+
+def report(message: str) -> None:
+    """Print one line to stderr when REPLAYSSM_VERBOSE is set."""
+    if verbose():
+        print(f"replayssm-jit: {message}", file=sys.stderr, flush=True)
+
+
+def _flag(name: str) -> bool:
+    return os.environ.get(name, "").strip().lower() not in ("", "0", "false", "no", "off")
+
+
+def _user_cache_dir() -> str:
+    # What platformdirs answers, without its import, which a warm start would pay for.
+    if sys.platform == "win32":
+        return os.environ.get("LOCALAPPDATA") or os.path.expanduser("~\\AppData\\Local")
+    if sys.platform == "darwin":
+        return os.path.expanduser("~/Library/Caches")
+    xdg = os.environ.get("XDG_CACHE_HOME", "")
+    return xdg if os.path.isabs(xdg) else os.path.expanduser("~/.cache")
