@@ -1,0 +1,69 @@
+// What a row brings to a step, and where its ring entries lie. Needs Params and the constants RING_LEN, BUFFER_LEN, MAX_TOKENS.
+
+template <class T>
+INLINE T* at(const void* base, long long offset) {
+  return (T*)base + offset;
+}
+
+struct Row {
+  long long slot;    // negative: padding
+  int tokens;        // T_r
+  int padded;        // output rows to zero after the row's tokens
+  long long batch;   // index along the row axis of the inputs
+  int start, history;
+  bool flush;
+
+  // Physical place of entry j, history first, then the step's own tokens.
+  INLINE int place(int j) const {
+    const int i = start + j;
+    return i >= RING_LEN ? i - RING_LEN : i;
+  }
+};
+
+static Row read_row(const Params* p, long long r) {
+  Row row;
+  row.slot = at<const int>(p->slots, 0)[r];
+  if (row.slot == p->pad_slot) row.slot = -1;
+  const int* cu = at<const int>(p->cu_seqlens, 0);
+  const int* num = at<const int>(p->num_tokens, 0);
+  row.tokens = cu ? cu[r + 1] - cu[r] : num ? num[r] : p->tokens;
+  row.tokens = row.tokens < 0 ? 0 : row.tokens > MAX_TOKENS ? MAX_TOKENS : row.tokens;
+  row.padded = cu ? row.tokens : p->tokens;
+  row.batch = cu ? cu[r] : r;
+  row.start = row.history = 0;
+  row.flush = false;
+  if (row.slot < 0) {
+    row.tokens = 0;
+    return row;
+  }
+  row.start = at<const int>(p->ring_start, 0)[row.slot];
+  row.history = at<const int>(p->history, 0)[row.slot];
+  if (p->fold_only) {
+    row.tokens = row.padded = 0;
+    row.flush = row.history > 0;
+  } else {
+    row.flush = row.tokens > 0 && row.history + row.tokens > BUFFER_LEN;
+  }
+  return row;
+}
+
+// One unit of work is a block of consecutive heads of one row, so that a thread walks contiguous memory and what a group of heads
+// shares is computed once. Units are taken in order as threads become free; each depends on nothing but itself.
+template <class Unit>
+INLINE void for_each_unit(const Params* p, int heads_per_block, Unit unit) {
+  const int blocks = (p->num_heads + heads_per_block - 1) / heads_per_block;
+  const long long units = (long long)p->rows * blocks;
+#pragma omp parallel for num_threads(p->threads) schedule(dynamic, 1)
+  for (long long u = 0; u < units; u++) {
+    const int first = (int)(u % blocks) * heads_per_block;
+    const int end = first + heads_per_block;
+    unit(u / blocks, first, end < p->num_heads ? end : p->num_heads);
+  }
+}
+
+// Heads a unit covers: many, but enough units to keep the threads evenly busy.
+INLINE int unit_heads(const Params* p) {
+  int heads = 16;
+  while (heads > 1 && (long long)p->rows * ((p->num_heads + heads - 1) / heads) < 4LL * p->threads) heads /= 2;
+  return heads;
+}

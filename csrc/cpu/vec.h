@@ -1,0 +1,155 @@
+// Vectors of the CPU backend: GCC/Clang vector extensions, as wide as the target's registers, no intrinsics.
+//
+// Everything that reduces does so in one fixed order for a given width, so a row's bits never depend on the batch or on the
+// number of threads.
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__)
+#define VECTOR_BYTES 64
+#elif defined(__AVX__)
+#define VECTOR_BYTES 32
+#else
+#define VECTOR_BYTES 16
+#endif
+
+#if defined(__clang__)
+#define UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define UNROLL _Pragma("GCC unroll 64")
+#endif
+
+#if defined(__clang__) || __GNUC__ >= 12
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, vi{__VA_ARGS__})
+#endif
+
+#define INLINE inline __attribute__((always_inline))
+
+constexpr int VW = VECTOR_BYTES / 4;  // fp32 lanes of a vector
+
+constexpr int round_up(int n, int unit) { return (n + unit - 1) / unit * unit; }
+
+typedef float vf __attribute__((vector_size(VECTOR_BYTES)));
+typedef int32_t vi __attribute__((vector_size(VECTOR_BYTES)));
+typedef uint32_t vu __attribute__((vector_size(VECTOR_BYTES)));
+typedef uint16_t vh __attribute__((vector_size(VECTOR_BYTES / 2)));
+
+// Loads and stores go through memcpy: any alignment, no aliasing assumption, one instruction.
+template <class V>
+INLINE V load_as(const void* p) {
+  V v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+template <class V>
+INLINE void store_as(void* p, V v) {
+  std::memcpy(p, &v, sizeof v);
+}
+INLINE vf load(const float* p) { return load_as<vf>(p); }
+INLINE void store(float* p, vf v) { store_as(p, v); }
+INLINE vf splat(float x) { return vf{} + x; }
+INLINE vu as_bits(vf v) { return (vu)v; }
+INLINE vf as_float(vu v) { return (vf)v; }
+INLINE vf select(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask & (vi)no)); }
+INLINE vu select(vi mask, vu yes, vu no) { return ((vu)mask & yes) | (~(vu)mask & no); }
+INLINE vf max(vf a, vf b) { return select(a > b, a, b); }
+INLINE vf min(vf a, vf b) { return select(a < b, a, b); }
+
+template <int... I>
+struct Lanes {};
+template <int K, int... I>
+struct LanesTo : LanesTo<K - 1, K - 1, I...> {};
+template <int... I>
+struct LanesTo<0, I...> {
+  typedef Lanes<I...> type;
+};
+typedef typename LanesTo<VW>::type AllLanes;
+
+// Even and odd elements of 2 VW consecutive ones, and back.
+template <int... I>
+INLINE void deinterleave(vf a, vf b, vf& even, vf& odd, Lanes<I...>) {
+  even = SHUFFLE(a, b, (2 * I)...);
+  odd = SHUFFLE(a, b, (2 * I + 1)...);
+}
+INLINE void deinterleave(vf& a, vf& b) {
+  vf even, odd;
+  deinterleave(a, b, even, odd, AllLanes());
+  a = even, b = odd;
+}
+template <int... I>
+INLINE void interleave(vf even, vf odd, vf& a, vf& b, Lanes<I...>) {
+  a = SHUFFLE(even, odd, ((I & 1) ? VW + I / 2 : I / 2)...);
+  b = SHUFFLE(even, odd, (VW / 2 + ((I & 1) ? VW + I / 2 : I / 2))...);
+}
+INLINE void interleave(vf& even, vf& odd) {
+  vf a, b;
+  interleave(even, odd, a, b, AllLanes());
+  even = a, odd = b;
+}
+
+// One level of the sum below: lanes whose bit S is clear get a[i] + a[i ^ S], the others b[i] + b[i ^ S].
+template <int S, int... I>
+INLINE vf fold_lanes(vf a, vf b, Lanes<I...>) {
+  return SHUFFLE(a, b, ((I & S) ? VW + I : I)...) + SHUFFLE(a, b, ((I & S) ? VW + (I ^ S) : (I ^ S))...);
+}
+
+template <int S>
+struct SumLanes {
+  static INLINE void run(vf* v) {
+    UNROLL for (int i = 0; i < S; i++) v[i] = fold_lanes<S>(v[i], v[i + S], AllLanes());
+    SumLanes<S / 2>::run(v);
+  }
+};
+template <>
+struct SumLanes<0> {
+  static INLINE void run(vf*) {}
+};
+
+// The sums of VW vectors (at v, VW floats each) as the lanes of one: lane i is the sum of v[i].
+INLINE vf sum_lanes(const float* v) {
+  vf w[VW];
+  UNROLL for (int i = 0; i < VW; i++) w[i] = load(v + i * VW);
+  SumLanes<VW / 2>::run(w);
+  return w[0];
+}
+
+// e^x to about one ulp for every x; results below the normal range are denormal, then zero.
+INLINE vf exp(vf x) {
+  x = max(min(x, splat(89.0f)), splat(-104.0f));
+  const vf round = splat(12582912.0f);  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
+  vf k = x * 1.44269504088896341f + round;
+  const vi n = (vi)k - (vi)round;
+  k -= round;
+  vf r = x - k * 0.693145751953125f;  // ln 2 in two parts, the first exact times any k
+  r = r - k * 1.42860682030941723212e-6f;
+  vf q = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  q = q * r + 8.3334519073e-3f;
+  q = q * r + 4.1665795894e-2f;
+  q = q * r + 1.6666665459e-1f;
+  q = q * r + 5.0000001201e-1f;
+  q = q * (r * r) + r + 1.0f;
+  const vi half = n >> 1;  // 2^n in two factors, so that both are normal numbers
+  return q * (vf)((half + 127) << 23) * (vf)((n - half + 127) << 23);
+}
+
+// log(1 + e^x), as torch computes it: x itself beyond 20.
+INLINE vf softplus(vf x) {
+  const vf e = exp(select(x > splat(0.0f), -x, x));
+  const vf s = e / (e + 2.0f);  // log(1 + e) = 2 atanh(e / (2 + e)), s <= 1/3
+  const vf s2 = s * s;
+  vf q = s2 * (1.0f / 17) + (1.0f / 15);
+  q = q * s2 + (1.0f / 13);
+  q = q * s2 + (1.0f / 11);
+  q = q * s2 + (1.0f / 9);
+  q = q * s2 + (1.0f / 7);
+  q = q * s2 + (1.0f / 5);
+  q = q * s2 + (1.0f / 3);
+  const vf s_twice = s + s;
+  const vf log1p = q * s2 * s_twice + s_twice;
+  return select(x > splat(20.0f), x, max(x, vf{}) + log1p);
+}
+
+INLINE vf sigmoid(vf x) { return 1.0f / (1.0f + exp(-x)); }
