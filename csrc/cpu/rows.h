@@ -1,10 +1,5 @@
 // What a row brings to a step, and where its ring entries lie. Needs Params and the constants RING_LEN, BUFFER_LEN, MAX_TOKENS.
 
-template <class T>
-INLINE T* at(const void* base, long long offset) {
-  return (T*)base + offset;
-}
-
 struct Row {
   long long slot;    // negative: padding
   int tokens;        // T_r
@@ -45,25 +40,4 @@ static Row read_row(const Params* p, long long r) {
     row.flush = row.tokens > 0 && row.history + row.tokens > BUFFER_LEN;
   }
   return row;
-}
-
-// One unit of work is a block of consecutive heads of one row, so that a thread walks contiguous memory and what a group of heads
-// shares is computed once. Units are taken in order as threads become free; each depends on nothing but itself.
-template <class Unit>
-INLINE void for_each_unit(const Params* p, int heads_per_block, Unit unit) {
-  const int blocks = (p->num_heads + heads_per_block - 1) / heads_per_block;
-  const long long units = (long long)p->rows * blocks;
-#pragma omp parallel for num_threads(p->threads) schedule(dynamic, 1)
-  for (long long u = 0; u < units; u++) {
-    const int first = (int)(u % blocks) * heads_per_block;
-    const int end = first + heads_per_block;
-    unit(u / blocks, first, end < p->num_heads ? end : p->num_heads);
-  }
-}
-
-// Heads a unit covers: many, but enough units to keep the threads evenly busy.
-INLINE int unit_heads(const Params* p) {
-  int heads = 16;
-  while (heads > 1 && (long long)p->rows * ((p->num_heads + heads - 1) / heads) < 4LL * p->threads) heads /= 2;
-  return heads;
 }

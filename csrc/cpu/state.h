@@ -1,6 +1,11 @@
 // What every family does with the state of one head, P rows of N columns: multiply it with columns, and fold tokens into it.
 // Both walk the state once, from its first byte to its last.
 
+template <class T>
+INLINE T* at(const void* base, long long offset) {
+  return (T*)base + offset;
+}
+
 #if defined(__AVX512F__) || defined(__aarch64__)
 constexpr int TILE_ROWS = 4, TILE_COLUMNS = 4;  // accumulators of a tile: 16 of 32 registers
 #else
