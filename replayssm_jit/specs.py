@@ -18,13 +18,13 @@ R     ring_len = buffer_len + max_tokens         the same
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
 
+from . import tactics
 from .jit.module import ModuleSpec
 from .jit.params import ParamStruct
 
@@ -305,6 +305,8 @@ class ReplaySpec:
             params = self.standard_params
         else:
             params = self.step_params
+            if backend == "cuda":
+                constants |= tactics.constants(self)
         return ModuleSpec(
             name=self.module_name(kind),
             template=f"{backend}/{self.family}_{kind}",

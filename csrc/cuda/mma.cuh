@@ -1,0 +1,66 @@
+// Matrix instructions, asynchronous copies and the lane layout they share.
+//
+// m16n8k16: A is 16 rows x 16 columns (row), B 16 x 8 (column), the accumulator 16 x 8. With g = lane / 4 and t = lane % 4:
+//   A register 0: row g,     k = 2t, 2t+1      B register 0: k = 2t, 2t+1, column g
+//   A register 1: row g + 8, k = 2t, 2t+1      B register 1: k = 2t+8, 2t+9, column g
+//   A register 2: row g,     k = 2t+8, 2t+9    accumulator 0, 1: row g,     columns 2t, 2t+1
+//   A register 3: row g + 8, k = 2t+8, 2t+9    accumulator 2, 3: row g + 8, columns 2t, 2t+1
+
+__device__ __forceinline__ void mma(float (&acc)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 { %0, %1, %2, %3}, { %4, %5, %6, %7}, { %8, %9}, { %0, %1, %2, %3};"
+      : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// The product of two sums of bf16 terms, without the pairs of terms that lie below the precision of the longer sum.
+template <int A_TERMS, int B_TERMS>
+__device__ __forceinline__ void mma_terms(float (&acc)[4], const u32 (&a)[A_TERMS][4], const u32 (&b)[B_TERMS][2]) {
+  constexpr int LONGER = A_TERMS > B_TERMS ? A_TERMS : B_TERMS;
+#pragma unroll
+  for (int order = LONGER - 1; order >= 0; --order)  // small products first
+#pragma unroll
+    for (int i = 0; i < A_TERMS; ++i)
+      if (order - i >= 0 && order - i < B_TERMS) mma(acc, a[i], b[order - i][0], b[order - i][1]);
+}
+
+__device__ __forceinline__ u32 shared_address(const void* pointer) { return u32(__cvta_generic_to_shared(pointer)); }
+
+// Four 8 x 8 blocks of 16-bit values, transposed: turns [k][row] in shared memory into an A fragment.
+__device__ __forceinline__ void ldmatrix_transposed(u32 (&a)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 { %0, %1, %2, %3}, [%4];"
+               : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+
+// 16 bytes to shared memory without passing through registers; zeros where live is false, and nothing is read there.
+__device__ __forceinline__ void copy_async(void* to, const void* from, bool live) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(live ? 16 : 0) : "memory");
+}
+__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int PENDING>
+__device__ __forceinline__ void copy_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+// The state streams past the caches once a step: it must not push the ring out of L1.
+__device__ __forceinline__ void load_streaming(u32 (&out)[4], const void* from) {
+  asm volatile("ld.global.L1::no_allocate.v4.u32 { %0, %1, %2, %3}, [%4];"
+               : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
+               : "l"(from)
+               : "memory");
+}
+__device__ __forceinline__ void store_vector(void* to, const u32 (&value)[4]) {
+  *static_cast<uint4*>(to) = make_uint4(value[0], value[1], value[2], value[3]);
+}
+
+// 16 bytes of activations to shared memory from an address of any alignment that the element type allows.
+template <typename Act>
+__device__ __forceinline__ void copy_activations(Act* to, const Act* from, bool live, bool aligned) {
+  if (aligned) {
+    copy_async(to, from, live);
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < 16 / int(sizeof(Act)); ++i) to[i] = live ? from[i] : Act{};
+}

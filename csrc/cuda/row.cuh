@@ -1,0 +1,42 @@
+// One row of a batch: its slot, its tokens, its cursors, and whether it folds. The flush rule of the kernels is decided here.
+
+struct Row {
+  int slot;        // negative: padding
+  i64 first;       // what the row strides of token inputs are multiplied by
+  int tokens;      // new tokens
+  int width;       // tokens the output has room for; those past `tokens` are zero
+  int start;       // first entry of the history in the ring
+  int history;     // committed tokens in the ring
+  bool folds;
+
+  // Place in the ring of entry j: the history, then the new tokens.
+  __device__ int place(int entry) const {
+    int at = start + entry;
+    return at < RING_LEN ? at : at - RING_LEN;
+  }
+};
+
+__device__ __forceinline__ Row load_row(const Params& p, int row) {
+  const int* cu_seqlens = static_cast<const int*>(p.cu_seqlens);
+  Row r;
+  r.slot = static_cast<const int*>(p.slots)[row];
+  if (r.slot == p.pad_slot) r.slot = -1;
+  r.first = cu_seqlens ? cu_seqlens[row] : row;
+  int tokens = cu_seqlens ? cu_seqlens[row + 1] - cu_seqlens[row] : p.num_tokens ? static_cast<const int*>(p.num_tokens)[row] : p.tokens;
+  tokens = min(max(tokens, 0), MAX_TOKENS);
+  r.tokens = r.slot < 0 || p.fold_only ? 0 : tokens;
+  r.width = p.fold_only ? 0 : cu_seqlens ? tokens : p.tokens;
+  r.start = r.slot < 0 ? 0 : static_cast<const int*>(p.ring_start)[r.slot];
+  r.history = r.slot < 0 ? 0 : static_cast<const int*>(p.history)[r.slot];
+  r.folds = p.fold_only ? r.history > 0 : r.tokens > 0 && r.history + r.tokens > BUFFER_LEN;
+  return r;
+}
+
+// Zero the outputs of a block's heads that no token of the row fills.
+__device__ __forceinline__ void clear_outputs(const Params& p, const Row& row, int first_head, int heads) {
+  Act* out = static_cast<Act*>(p.out) + row.first * p.out_row;
+  for (int i = threadIdx.x; i < (row.width - row.tokens) * heads * P; i += blockDim.x) {
+    int token = row.tokens + i / (heads * P), head = first_head + i / P % heads;
+    out[token * p.out_token + head * p.out_outer + i % P] = Act{};
+  }
+}

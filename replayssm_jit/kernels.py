@@ -1,0 +1,126 @@
+"""Launching the modules: what a kernel of a spec needs on a device, from parameter struct to grid.
+
+Cache and wrapper both launch through here, so that geometry is decided in one place.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from . import jit, tactics
+from .jit.module import ModuleSpec
+from .jit.params import ParamStruct
+from .specs import ReplaySpec
+
+CURSOR_PARAMS = ParamStruct.of(
+    ptr=("slots", "num_tokens", "num_accepted", "positions", "ring_start", "history", "position", "error"),
+    i32=("rows", "tokens", "buffer_len", "ring_len", "pad_slot", "op"),
+)
+COMMIT, FLUSH, RESET = range(3)
+
+STATE_PARAMS = ParamStruct.of(
+    ptr=("state", "tensor", "slots"),
+    i64=("state_slot", "tensor_row", "tensor_head", "tensor_p", "tensor_n"),
+    i32=("rows", "num_heads", "pad_slot", "tensor_dtype", "store", "threads"),
+)
+#: Code of a tensor's dtype in the state kernel; 0 means "no tensor: write zeros".
+STATE_DTYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+
+
+def backend_of(device: torch.device) -> str:
+    """Name of the backend that serves a device.
+
+    Raises
+    ------
+    ValueError
+        The device is neither a CUDA device nor the CPU.
+    """
+    if device.type not in ("cuda", "cpu"):
+        raise ValueError(f"device must be cuda or cpu, got {device}")
+    return device.type
+
+
+def current_stream(device: torch.device) -> int:
+    """Handle of torch's current stream on a CUDA device, 0 on the CPU."""
+    return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+
+
+@lru_cache(maxsize=None)
+def load(module: ModuleSpec, device: torch.device) -> Any:
+    """Load a module for a device; CUDA modules belong to the device's primary context."""
+    if device.type == "cpu":
+        return jit.load(module)
+    with torch.cuda.device(device):
+        torch.cuda.current_stream()  # makes torch create the primary context that the module is loaded into
+        return jit.load(module)
+
+
+class CursorKernel:
+    """The cursors of a set of rows: commit, flush, reset."""
+
+    def __init__(self, device: torch.device) -> None:
+        backend = backend_of(device)
+        self._device = device
+        self._kernel = load(ModuleSpec("cursors", f"{backend}/cursors", backend, CURSOR_PARAMS, ()), device)
+        self._buffer = CURSOR_PARAMS.buffer()
+
+    def launch(self, rows: int, **values: int) -> None:
+        """Run one operation over ``rows`` rows."""
+        CURSOR_PARAMS.pack(self._buffer, rows=rows, **values)
+        self._kernel.launch(ctypes.addressof(self._buffer), ((rows + 127) // 128, 1, 1), 128, 0, current_stream(self._device))
+
+
+class StateKernel:
+    """Encode a tensor into checkpoints, or decode checkpoints into a tensor."""
+
+    def __init__(self, spec: ReplaySpec, device: torch.device) -> None:
+        backend = backend_of(device)
+        self._device = device
+        constants = {"head_dim": spec.head_dim, "state_dim": spec.state_dim, "state_format": spec.state_format}
+        name = f"state_p{spec.head_dim}_n{spec.state_dim}_{spec.state_format}"
+        self._kernel = load(ModuleSpec(name, f"{backend}/state", backend, STATE_PARAMS, tuple(sorted(constants.items()))), device)
+        self._buffer = STATE_PARAMS.buffer()
+
+    def launch(self, rows: int, num_heads: int, **values: int) -> None:
+        """Run over ``rows`` rows of ``num_heads`` heads."""
+        STATE_PARAMS.pack(self._buffer, rows=rows, num_heads=num_heads, threads=torch.get_num_threads(), **values)
+        self._kernel.launch(ctypes.addressof(self._buffer), (num_heads, rows, 1), 128, 0, current_stream(self._device))
+
+
+class StepKernel:
+    """Decode, verification and flush of one spec on one device."""
+
+    def __init__(self, spec: ReplaySpec, device: torch.device) -> None:
+        backend = backend_of(device)
+        self.spec, self.params, self._device = spec, spec.step_params, device
+        self._kernel = load(spec.module("step", backend), device)
+        self._geometry = tactics.geometry(spec) if backend == "cuda" else None
+
+    def constants(self, rows: int) -> dict[str, int]:
+        """Fields that depend on the batch alone."""
+        heads_per_block = tactics.heads_per_block(self.spec, rows) if self._geometry else 1
+        return {
+            "rows": rows,
+            "num_heads": self.spec.heads,
+            "threads": torch.get_num_threads(),
+            "heads_per_block": heads_per_block,
+        }
+
+    def launch(self, buffer_address: int, rows: int, heads_per_block: int) -> None:
+        """Run with the packed parameter struct at an address."""
+        if self._geometry is None:
+            self._kernel.launch(buffer_address)
+            return
+        ratio = self.spec.heads // self.spec.groups_
+        blocks = self.spec.groups_ * ((ratio + heads_per_block - 1) // heads_per_block)
+        self._kernel.launch(buffer_address, (blocks, rows, 1), self._geometry.threads, self._geometry.smem, current_stream(self._device))
+
+
+def one_plane(spec: ReplaySpec) -> ReplaySpec:
+    """The spec whose checkpoint is read whole: what the standard kernel of the same precision takes."""
+    return replace(spec, read_dtype=spec.checkpoint_dtype)
