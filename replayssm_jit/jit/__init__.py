@@ -1,8 +1,9 @@
 """Module description -> rendered source -> compiled module -> launch.
 
 One file, one job: :mod:`.render` (Jinja), :mod:`.nvrtc` and :mod:`.host` (compilers), :mod:`.store` (disk),
-:mod:`.build` (what happens on a hit and on a miss), :mod:`.launch` and :mod:`.driver` (loading and launching),
-:mod:`.env` (environment variables). Nothing here knows a model family or needs torch.
+:mod:`.build` (what happens on a hit and on a miss), :mod:`.inventory` (upkeep of the cache), :mod:`.launch` and
+:mod:`.driver` (loading and launching), :mod:`.env` (environment variables). Nothing here knows a model family or needs
+torch.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from .errors import (
     TemplateError,
     UnsupportedDeviceError,
 )
+from .inventory import CachedModule, cache_clear, cache_list, cache_verify
 from .launch import HostKernel, Kernel
 from .module import ModuleSpec
 from .params import Field, ParamStruct
@@ -29,6 +31,7 @@ from .store import Entry
 
 __all__ = [
     "CacheWarning",
+    "CachedModule",
     "CompileError",
     "CompilerNotFoundError",
     "DriverError",
@@ -41,6 +44,9 @@ __all__ = [
     "ParamStruct",
     "TemplateError",
     "UnsupportedDeviceError",
+    "cache_clear",
+    "cache_list",
+    "cache_verify",
     "compile",
     "load",
 ]

@@ -46,6 +46,8 @@ def fingerprint() -> str:
                 found.append(f"{key.strip()}={value.strip()}")
     except OSError:
         found.append(platform.processor())
+    # A home directory may be shared by hosts whose C libraries differ.
+    found.append(os.confstr("CS_GNU_LIBC_VERSION") or "" if "CS_GNU_LIBC_VERSION" in getattr(os, "confstr_names", {}) else "")
     return f"{platform.machine()}-{hashlib.sha256(chr(10).join(found).encode()).hexdigest()[:12]}"
 
 

@@ -104,19 +104,18 @@ def _supported(opts: list[str]) -> list[str]:
 
 
 def _resources(log: str) -> Resources:
-    def number(pattern: str, absent: int | None = None) -> int | None:
-        found = re.search(pattern, log)
-        return int(found[1]) if found else absent
+    def numbers(pattern: str) -> list[int]:
+        return [int(found) for found in re.findall(pattern, log)]
 
-    registers = number(r"Used (\d+) registers")
-    if registers is None:
+    registers = numbers(r"Used (\d+) registers")
+    if not registers:
         return Resources()
-    return Resources(
-        registers=registers,
-        spill_stores=number(r"(\d+) bytes spill stores"),
-        spill_loads=number(r"(\d+) bytes spill loads"),
-        stack=number(r"(\d+) bytes stack frame"),
-        static_smem=number(r"(\d+) bytes smem", absent=0),  # not printed when there is none
+    return Resources(  # a function that was not inlined has its own line
+        registers=max(registers),
+        spill_stores=sum(numbers(r"(\d+) bytes spill stores")),
+        spill_loads=sum(numbers(r"(\d+) bytes spill loads")),
+        stack=max(numbers(r"(\d+) bytes stack frame"), default=0),
+        static_smem=max(numbers(r"(\d+) bytes smem"), default=0),
     )
 
 
