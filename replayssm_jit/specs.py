@@ -387,6 +387,164 @@ class Mamba2Spec(ReplaySpec):
         return name if self.dt_softplus else name + "_rawdt"
 
 
+@dataclass(frozen=True, kw_only=True)
+class DeltaSpec(ReplaySpec):
+    """What Gated DeltaNet and Kimi Delta Attention share: ``u = beta (v - S k)``, ``S <- S + u k^T``, ``y = S q``.
+
+    ``heads`` are value heads, ``head_dim`` is that of values (V), ``state_dim`` that of keys (K).
+
+    Parameters
+    ----------
+    key_heads : int
+        Heads of q and k; must divide ``heads``.
+    qk_norm : bool
+        L2-normalise q and k in the kernel: ``x / sqrt(sum(x^2) + 1e-6)``.
+    scale : float, optional
+        Factor of q, ``state_dim ** -0.5`` by default.
+    gate : str
+        ``"softplus"``: ``g`` holds raw gate logits and the log decay is ``-exp(A_log) softplus(g + dt_bias)``;
+        ``"precomputed"``: ``g`` holds the log decay itself, at most 0.
+    gate_dtype : torch.dtype, optional
+        Dtype of ``g``: by default the activation dtype for logits and float32 for a precomputed decay.
+    beta : {"logit", "value"}
+        ``beta`` holds logits, to which the kernel applies a sigmoid in float32, or the value itself.
+    beta_dtype : torch.dtype, optional
+        Dtype of ``beta``: the activation dtype (default) or float32.
+    """
+
+    key_heads: int = 1
+    qk_norm: bool = True
+    scale: float = None  # type: ignore[assignment]  # resolved to state_dim ** -0.5
+    gate: str = "softplus"
+    gate_dtype: torch.dtype = None  # type: ignore[assignment]  # resolved by the gate's form
+    beta: str = "logit"
+    beta_dtype: torch.dtype = None  # type: ignore[assignment]  # resolved to the activation dtype
+
+    head_dims: ClassVar[tuple[int, ...]] = (64, 128, 256)
+    state_dims: ClassVar[tuple[int, ...]] = (64, 128, 256)
+    gates: ClassVar[tuple[str, ...]] = ("softplus", "precomputed")
+    fold_only_rings: ClassVar[frozenset[str]] = frozenset({"v", "beta"})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _positive("key_heads", self.key_heads)
+        if self.heads % self.key_heads:
+            raise ValueError(f"key_heads must divide heads={self.heads}, got {self.key_heads}")
+        _one_of("gate", self.gate, self.gates)
+        _one_of("beta", self.beta, ("logit", "value"))
+        defaults = {
+            "scale": self.state_dim**-0.5,
+            "gate_dtype": torch.float32 if self.gate == "precomputed" else self.dtype,
+            "beta_dtype": self.dtype,
+        }
+        for name, value in defaults.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+        if not isinstance(self.scale, float) or not 0 < self.scale < float("inf"):
+            raise ValueError(f"scale must be a positive float, got {self.scale!r}")
+        _one_of("gate_dtype", self.gate_dtype, (self.dtype, torch.float32))
+        _one_of("beta_dtype", self.beta_dtype, (self.dtype, torch.float32))
+
+    @property
+    def groups_(self) -> int:
+        return self.key_heads
+
+    def constants(self) -> dict[str, Any]:
+        return super().constants() | {
+            "qk_norm": self.qk_norm,
+            "scale": self.scale,
+            "gate": self.gate,
+            "gate_dtype": DTYPE_NAMES[self.gate_dtype],
+            "beta": self.beta,
+            "beta_dtype": DTYPE_NAMES[self.beta_dtype],
+        }
+
+    def module_name(self, kind: str) -> str:
+        parts = [super().module_name(kind), self.gate, DTYPE_NAMES[self.gate_dtype], f"beta{self.beta}", DTYPE_NAMES[self.beta_dtype]]
+        if not self.qk_norm:
+            parts.append("rawqk")
+        if self.scale != self.state_dim**-0.5:
+            parts.append(f"scale{self.scale:g}")
+        return "_".join(parts)
+
+
+def _delta_rings(gate_inner: str | None) -> tuple[Ring, ...]:
+    # Raw keys stay exact operands and rounding a normalised key would cost accuracy in the state; v and beta let a flush
+    # recompute u from the full-precision checkpoint, while ordinary steps read u.
+    return (
+        Ring("k", "G", "N", "activation"),
+        Ring("k_norm", "G", None, "fp32"),
+        Ring("v", "H", "P", "activation"),
+        Ring("u", "H", "P", "activation"),
+        Ring("beta", "H", None, "fp32"),
+        Ring("g", "H", gate_inner, "fp32"),
+    )
+
+
+def _delta_inputs(gate_inner: str | None) -> tuple[Input, ...]:
+    return (
+        Input("q", "G", "N", "activation"),
+        Input("k", "G", "N", "activation"),
+        Input("v", "H", "P", "activation"),
+        Input("g", "H", gate_inner, "gate_dtype"),
+        Input("beta", "H", None, "beta_dtype"),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GdnSpec(DeltaSpec):
+    """Gated DeltaNet: ``S <- exp(g) S``, then the delta rule; ``g`` is a scalar a value head.
+
+    Source: Yang, Kautz and Hatamizadeh, "Gated Delta Networks", 2024. The ring keeps raw k with ``1 / sqrt(sum(k^2) + 1e-6)``
+    (1 without ``qk_norm``), raw v, u, beta and the log decay g.
+    """
+
+    family: ClassVar[str] = "gdn"
+    rings: ClassVar[tuple[Ring, ...]] = _delta_rings(None)
+    inputs: ClassVar[tuple[Input, ...]] = _delta_inputs(None)
+    weights: ClassVar[tuple[Weight, ...]] = (
+        Weight("A_log", ("H",), optional=True),
+        Weight("dt_bias", ("H",), optional=True),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class KdaSpec(DeltaSpec):
+    """Kimi Delta Attention: ``S <- S Diag(exp(g))``, then the delta rule; ``g`` has one entry a key channel.
+
+    Source: Kimi Team, "Kimi Linear", 2025. A third form of the gate, ``"lower_bound"``, is
+    ``g = lower_bound sigmoid(exp(A_log) (g + dt_bias))``.
+
+    Parameters
+    ----------
+    lower_bound : float
+        The bound of the ``"lower_bound"`` gate, below 0.
+    """
+
+    lower_bound: float = -5.0
+
+    family: ClassVar[str] = "kda"
+    gates: ClassVar[tuple[str, ...]] = ("softplus", "lower_bound", "precomputed")
+    rings: ClassVar[tuple[Ring, ...]] = _delta_rings("N")
+    inputs: ClassVar[tuple[Input, ...]] = _delta_inputs("N")
+    weights: ClassVar[tuple[Weight, ...]] = (
+        Weight("A_log", ("H",), optional=True),
+        Weight("dt_bias", ("H", "N"), optional=True),
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.lower_bound, float) or not self.lower_bound < 0:
+            raise ValueError(f"lower_bound must be a float below 0, got {self.lower_bound!r}")
+
+    def constants(self) -> dict[str, Any]:
+        return super().constants() | {"lower_bound": self.lower_bound}
+
+    def module_name(self, kind: str) -> str:
+        name = super().module_name(kind)
+        return name + f"_lb{-self.lower_bound:g}" if self.gate == "lower_bound" else name
+
+
 def _numel(shape: tuple[int, ...]) -> int:
     out = 1
     for size in shape:

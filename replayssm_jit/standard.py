@@ -6,12 +6,12 @@ checkpoint dtype, one plane, and every write goes where ``write_slots`` says.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 
-from . import jit
+from . import kernels, tactics
 from .specs import ReplaySpec
 
 
@@ -32,10 +32,10 @@ class StandardKernel:
     """
 
     def __init__(self, spec: ReplaySpec, device: torch.device | str) -> None:
-        self.spec = replace(spec, read_dtype=spec.checkpoint_dtype)
+        self.spec = kernels.one_plane(spec)
         self.device = torch.device(device)
-        self.module = self.spec.module("standard", self.device.type)
-        self.kernel = jit.load(self.module)
+        self.module = self.spec.module("standard", kernels.backend_of(self.device))
+        self.kernel = kernels.load(self.module, self.device)
 
     def run(
         self,
@@ -179,16 +179,12 @@ class StandardKernel:
             return True
         return not any(n % 16 for n in (tensor.data_ptr(), *(s * tensor.itemsize for s in tensor.stride()[:3])))
 
-    def _launcher(self, buffer: object, rows: int, keep: list[torch.Tensor]) -> Callable[[], None]:
+    def _launcher(self, buffer: ctypes.Array[ctypes.c_char], rows: int, keep: list[torch.Tensor]) -> Callable[[], None]:
         """Bind a packed buffer to the kernel; the tensors it points at live as long as the launch."""
-        import ctypes
+        address, launch = ctypes.addressof(buffer), self.kernel.launch
+        grid, threads = tactics.standard_grid(self.spec, rows), tactics.WARPS * 32
 
-        address = ctypes.addressof(buffer)  # type: ignore[arg-type]
-        launch = self.kernel.launch
-        held = (buffer, keep)
-
-        def run() -> None:
-            assert held
-            launch(address)
+        def run(held: object = (buffer, keep)) -> None:
+            launch(address, grid, threads, 0, kernels.current_stream(self.device))
 
         return run
