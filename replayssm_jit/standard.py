@@ -7,7 +7,7 @@ checkpoint dtype, one plane, and every write goes where ``write_slots`` says.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -47,9 +47,12 @@ class StandardKernel:
         pad_slot: int = -1,
         **tensors: torch.Tensor,
     ) -> torch.Tensor:
-        """Apply the recurrence to T tokens of every row; see :meth:`prepare`."""
-        launch, out = self.prepare(state, slots, write_slots, out=out, pad_slot=pad_slot, **tensors)
-        launch()
+        """Apply the recurrence to T tokens of every row and return the output; arguments as in :meth:`prepare`."""
+        first = tensors.get(self.spec.inputs[0].name)
+        if out is None and first is not None and first.dim() > 2:
+            out = torch.empty((*first.shape[:2], *self.spec.shape("H", "P")), dtype=self.spec.dtype, device=self.device)
+        self.prepare(state, slots, write_slots, out=out, pad_slot=pad_slot, tensors=tensors)()
+        assert out is not None
         return out
 
     def prepare(
@@ -58,10 +61,10 @@ class StandardKernel:
         slots: torch.Tensor,
         write_slots: torch.Tensor | None = None,
         *,
-        out: torch.Tensor | None = None,
+        out: torch.Tensor | None,
         pad_slot: int = -1,
-        **tensors: torch.Tensor,
-    ) -> tuple[Callable[[], None], torch.Tensor]:
+        tensors: Mapping[str, torch.Tensor],
+    ) -> Callable[[], None]:
         """Check and pack once, so that a benchmark times nothing but the kernel.
 
         Parameters
@@ -72,17 +75,17 @@ class StandardKernel:
             int32 ``[rows]``: where each row reads its state.
         write_slots : torch.Tensor, optional
             int32 ``[rows, T]``: where the state after each token goes. By default every token rewrites the row's own slot.
-        out : torch.Tensor, optional
-            ``[rows, T, H, P]``, activation dtype; allocated when absent.
+        out : torch.Tensor
+            ``[rows, T, H, P]``, activation dtype.
         pad_slot : int
             Rows of this slot, or of a negative one, do nothing.
-        **tensors : torch.Tensor
+        tensors : mapping
             Inputs ``[rows, T, ...]`` and weights by the spec's names.
 
         Returns
         -------
-        tuple of (callable, torch.Tensor)
-            The launch, to be called as often as wanted, and the output it writes.
+        callable
+            The launch, to be called as often as wanted.
 
         Raises
         ------
@@ -105,7 +108,7 @@ class StandardKernel:
             raise ValueError(f"{spec.inputs[0].name} is required, [rows, T, ...]")
         tokens = first.shape[1]
         if out is None:
-            out = torch.empty((rows, tokens, *spec.shape("H", "P")), dtype=spec.dtype, device=self.device)
+            raise ValueError("out is required, [rows, T, H, P]")
         if write_slots is None:
             write_slots = slots[:, None].expand(rows, tokens).contiguous()
         self._check("write_slots", write_slots, (rows, tokens), torch.int32)
@@ -148,7 +151,7 @@ class StandardKernel:
 
         buffer = self.module.params.buffer()
         self.module.params.pack(buffer, **values)
-        return self._launcher(buffer, rows, keep), out
+        return self._launcher(buffer, rows, keep)
 
     def _check(self, name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         if tensor.dtype is not dtype:

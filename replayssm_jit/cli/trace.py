@@ -1,0 +1,138 @@
+"""Requests of a trace, and the slots that serve them."""
+
+from __future__ import annotations
+
+import csv
+import importlib.resources
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from pathlib import Path
+
+from . import CliError
+
+COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+#: Trace time that one step takes: the pace of a mid-sized model.
+STEP_SECONDS = 0.03
+
+
+@dataclass
+class Request:
+    """One request of a trace; ``arrival`` in seconds after the first."""
+
+    number: int
+    arrival: float
+    context: int
+    generate: int
+
+
+def read_trace(path: Path | None) -> list[Request]:
+    """Read a trace in order of arrival; without a path the synthetic one that ships with the package.
+
+    Raises
+    ------
+    CliError
+        The file is unreadable, lacks a column, or holds a value that is not a time or a count.
+    """
+    if path is None:
+        text = importlib.resources.files("replayssm_jit").joinpath("data/trace.csv").read_text(encoding="utf-8")
+    else:
+        try:
+            text = path.read_text(encoding="utf-8-sig")
+        except (OSError, UnicodeDecodeError) as error:
+            raise CliError(f"--trace: cannot read {path}: {getattr(error, 'strerror', None) or 'not UTF-8 text'}") from error
+    return parse_trace(text.splitlines(), path or "the default trace")
+
+
+def parse_trace(lines: Iterable[str], source: object) -> list[Request]:
+    """Parse the lines of a trace."""
+    rows = csv.DictReader(lines)
+    missing = [c for c in COLUMNS if c not in (rows.fieldnames or ())]
+    if missing:
+        raise CliError(f"--trace: {source} has no column {missing[0]}; it needs {', '.join(COLUMNS)}")
+    parsed: list[tuple[datetime, int, int]] = []
+    for row in rows:
+        try:
+            parsed.append((_time(row["TIMESTAMP"]), _count(row["ContextTokens"], 0), _count(row["GeneratedTokens"], 1)))
+        except (TypeError, ValueError) as error:
+            raise CliError(f"--trace: {source}, line {rows.line_num}: {error}") from error
+    if not parsed:
+        raise CliError(f"--trace: {source} has no requests")
+    parsed.sort(key=lambda entry: entry[0])
+    start = parsed[0][0]
+    return [Request(i, (when - start).total_seconds(), context, generate) for i, (when, context, generate) in enumerate(parsed)]
+
+
+def _time(text: str) -> datetime:
+    whole, _, fraction = text.strip().partition(".")
+    fraction = fraction.rstrip("Z")
+    if fraction and not fraction.isdigit():
+        raise ValueError(f"TIMESTAMP must look like 2023-11-16 18:15:46.680, got {text!r}")
+    try:
+        when = datetime.fromisoformat(whole.rstrip("Z"))
+    except ValueError:
+        raise ValueError(f"TIMESTAMP must look like 2023-11-16 18:15:46.680, got {text!r}") from None
+    return when + timedelta(seconds=float(f"0.{fraction}")) if fraction else when
+
+
+def _count(text: str, least: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = least - 1
+    if value < least:
+        raise ValueError(f"token counts must be whole numbers from {least}, got {text!r}")
+    return value
+
+
+class Server:
+    """Admits and ends requests as the trace says: one prefill a step, first come first served, the trace repeated when it ends.
+
+    Parameters
+    ----------
+    trace : list of Request
+        In order of arrival.
+    slots : int
+        Requests served at once.
+    """
+
+    def __init__(self, trace: list[Request], slots: int) -> None:
+        self._trace, self._next, self._offset, self._clock = trace, 0, 0.0, 0.0
+        self._waiting: deque[Request] = deque()
+        self._free = list(range(slots))[::-1]
+        self.active: dict[int, int] = {}  # slot -> tokens to go
+        self.admitted = self.finished = self.context_tokens = self.generated_tokens = 0
+
+    def admit(self) -> tuple[int, int] | None:
+        """Advance the clock by a step; returns (slot, request number) when a request is admitted."""
+        self._clock += STEP_SECONDS
+        if not self.active and not self._waiting:
+            self._clock = max(self._clock, self._peek().arrival)
+        while self._peek().arrival <= self._clock:
+            self._waiting.append(self._peek())
+            self._next += 1
+        if not self._waiting or not self._free:
+            return None
+        request, slot = self._waiting.popleft(), self._free.pop()
+        self.active[slot] = request.generate
+        self.admitted += 1
+        self.context_tokens += request.context
+        return slot, self.admitted
+
+    def _peek(self) -> Request:
+        if self._next == len(self._trace):
+            self._next = 0
+            self._offset += self._trace[-1].arrival + STEP_SECONDS
+        request = self._trace[self._next]
+        return Request(request.number, request.arrival + self._offset, request.context, request.generate)
+
+    def accept(self, counts: dict[int, int]) -> None:
+        """Count accepted tokens by slot; requests that have all of theirs free their slots."""
+        for slot, count in counts.items():
+            self.generated_tokens += count
+            self.active[slot] -= count
+            if self.active[slot] <= 0:
+                del self.active[slot]
+                self._free.append(slot)
+                self.finished += 1
