@@ -55,6 +55,7 @@ class ReplayCache:
         self.ring_start = cursors["ring_start"]
         self.history = cursors["history"]
         self.position = cursors["position"]
+        self.weights: list[dict[str, torch.Tensor] | None] = [None] * len(layers)
         self.error = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.debug = os.environ.get("REPLAYSSM_DEBUG", "0") not in ("", "0")
         self._open: set[int] = set()
@@ -141,6 +142,36 @@ class ReplayCache:
     def bytes_per_slot(self) -> int:
         """Bytes one slot takes in all layers, cursors included."""
         return len(self.layers) * self.spec.bytes_per_slot + 16
+
+    def set_weights(self, layer: int, **weights: torch.Tensor | None) -> None:
+        """Name a layer's constants, once, when the model is loaded. A step needs them, and so does every fold.
+
+        Parameters
+        ----------
+        layer : int
+            Layer of the cache.
+        **weights : torch.Tensor
+            By the names of ``spec.weights``: Mamba-2 ``A`` ``[H]`` (negative), ``D`` and ``dt_bias`` ``[H]`` (optional); Gated
+            DeltaNet ``A_log`` and ``dt_bias`` ``[H]`` (optional); KDA ``A_log`` ``[H]`` and ``dt_bias`` ``[H, N]`` (optional).
+            float32, contiguous; kept, not copied.
+
+        Raises
+        ------
+        ValueError, TypeError
+            A weight is missing, unknown, or has the wrong shape, dtype, device or stride; the message names it.
+        """
+        self._layer(layer)
+        declared = {weight.name: weight for weight in self.spec.weights}
+        unknown = weights.keys() - declared.keys()
+        if unknown:
+            raise TypeError(f"unknown weight {sorted(unknown)[0]!r}; {self.spec.family} takes {sorted(declared)}")
+        present = {name: tensor for name, tensor in weights.items() if tensor is not None}
+        for name, weight in declared.items():
+            if name in present:
+                self._check_weight(name, present[name], self.spec.shape(*weight.dims))
+            elif not weight.optional:
+                raise TypeError(f"missing weight {name!r}; {self.spec.family} needs it")
+        self.weights[layer] = present
 
     # ---- moving slots -------------------------------------------------------------------------------------------
 
@@ -265,8 +296,14 @@ class ReplayCache:
             self._open.difference_update(slots.tolist())
 
     def step_fields(self, layer: int) -> dict[str, int]:
-        """Fields of the step's parameter struct that name this cache's tensors."""
-        values = {"ring_start": self.ring_start.data_ptr(), "history": self.history.data_ptr()}
+        """Fields of the step's parameter struct that name a layer's tensors and weights."""
+        weights = self.weights[layer]
+        if weights is None:
+            if any(not weight.optional for weight in self.spec.weights):
+                raise RuntimeError(f"layer {layer} has no weights yet; call cache.set_weights({layer}, ...) once")
+            weights = self.weights[layer] = {}
+        values = {name: tensor.data_ptr() for name, tensor in weights.items()}
+        values |= {"ring_start": self.ring_start.data_ptr(), "history": self.history.data_ptr()}
         for name, tensor in self._layer(layer).items():
             values[name] = tensor.data_ptr()
             values[f"{name}_slot"] = tensor.stride(0)
@@ -316,6 +353,16 @@ class ReplayCache:
                 raise ValueError(f"{name}[{row}] must be below {self.num_slots} (negative: padding), got {slot}")
             if slot >= 0 and seen.setdefault(slot, row) != row:
                 raise ValueError(f"{name} must not repeat a slot, but rows {seen[slot]} and {row} both name {slot}")
+
+    def _check_weight(self, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
+        if tensor.dtype != torch.float32:
+            raise TypeError(f"{name} must be float32 (convert it once, when the model is loaded), got {tensor.dtype}")
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} must have shape {list(shape)}, got {list(tensor.shape)}")
+        if tensor.device != self.device:
+            raise ValueError(f"{name} must be on {self.device}, got {tensor.device}")
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
 
     def _layer(self, layer: int) -> dict[str, torch.Tensor]:
         if not isinstance(layer, int) or isinstance(layer, bool) or not 0 <= layer < len(self.layers):

@@ -9,7 +9,7 @@ import torch
 
 from .cache import ReplayCache, Slots, _check_vector
 from .kernels import StepKernel
-from .specs import Input, Weight
+from .specs import Input
 
 
 class ReplayWrapper:
@@ -52,7 +52,7 @@ class ReplayWrapper:
         self._rows = 0
         self._plan_fields: dict[str, int] = {}
         self._layers: list[_BoundLayer | None] = [None] * len(cache.layers)
-        self._declared: dict[str, Input | Weight] = {item.name: item for item in (*self.spec.inputs, *self.spec.weights)}
+        self._declared: dict[str, Input] = {item.name: item for item in self.spec.inputs}
         self._required = {name for name, item in self._declared.items() if not item.optional}
 
     # ---- plan ---------------------------------------------------------------------------------------------------
@@ -123,8 +123,8 @@ class ReplayWrapper:
         out : torch.Tensor, optional
             Where to write, ``[rows, T, H, P]`` (packed: ``[tokens, H, P]``), activation dtype, innermost dimension dense.
         **tensors : torch.Tensor
-            Inputs and weights by the names of ``spec.inputs`` and ``spec.weights``. Inputs are ``[rows, T, outer, inner]``
-            (packed: ``[tokens, outer, inner]``), any strides with a dense innermost dimension; weights float32, contiguous.
+            Inputs by the names of ``spec.inputs``, ``[rows, T, outer, inner]`` (packed: ``[tokens, outer, inner]``), any
+            strides with a dense innermost dimension: views of a packed projection are taken as they are.
 
         Returns
         -------
@@ -136,14 +136,14 @@ class ReplayWrapper:
         ValueError, TypeError
             An argument is missing, unknown, or has the wrong shape, dtype, device or stride; the message names it.
         RuntimeError
-            There is no plan; or, in debug mode, a slot has not been committed since it last ran.
+            There is no plan, or the layer's weights are not set; or, in debug mode, a slot has not been committed since it last ran.
         """
         self._check_planned()
         if not isinstance(layer, int) or isinstance(layer, bool) or not 0 <= layer < len(self._layers):
             raise ValueError(f"layer must be an int from 0 to {len(self._layers) - 1}, got {layer!r}")
         bound = self._layers[layer]
         signature = _signature(tensors, out)
-        if bound is None or bound.signature != signature:
+        if bound is None or bound.signature != signature or bound.weights is not self.cache.weights[layer]:
             bound = self._layers[layer] = self._bind(layer, tensors, out, signature)
         if out is None:
             out = torch.empty(bound.out_shape, dtype=self.spec.dtype, device=self.cache.device)
@@ -199,13 +199,16 @@ class ReplayWrapper:
 
     def _check_num_tokens(self, num_tokens: int) -> None:
         if not isinstance(num_tokens, int) or isinstance(num_tokens, bool) or not 1 <= num_tokens <= self.spec.max_tokens:
-            raise ValueError(f"num_tokens must be an int from 1 to max_tokens={self.spec.max_tokens} or an int32 tensor, got {num_tokens!r}")
+            raise ValueError(
+                f"num_tokens must be an int from 1 to max_tokens={self.spec.max_tokens} or an int32 tensor, got {num_tokens!r}"
+            )
 
     def _bind(self, layer: int, tensors: dict[str, torch.Tensor | None], out: torch.Tensor | None, signature: Any) -> _BoundLayer:
         """Validate one layer's arguments and pack everything that their signature decides."""
         unknown = tensors.keys() - self._declared.keys()
         if unknown:
-            raise TypeError(f"unknown argument {sorted(unknown)[0]!r}; {self.spec.family} takes {sorted(self._declared)}")
+            hint = "; weights are set once, by cache.set_weights" if unknown & {w.name for w in self.spec.weights} else ""
+            raise TypeError(f"unknown argument {sorted(unknown)[0]!r}; {self.spec.family} takes {sorted(self._declared)}{hint}")
         present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
         missing = self._required - present.keys()
         if missing:
@@ -219,13 +222,9 @@ class ReplayWrapper:
         aligned = True
         for name, tensor in present.items():
             item = self._declared[name]
-            if isinstance(item, Weight):
-                self._check_weight(item, tensor)
-                fields[name] = tensor.data_ptr()
-            else:
-                dtype = self.spec.dtype_of(item.dtype)
-                fields |= self._check_tokens(name, tensor, (*tokens, *self.spec.shape(item.outer, item.inner)), dtype, item.inner is not None)
-                aligned &= item.inner is None or self._wide(name, fields, tensor)
+            dtype = self.spec.dtype_of(item.dtype)
+            fields |= self._check_tokens(name, tensor, (*tokens, *self.spec.shape(item.outer, item.inner)), dtype, item.inner is not None)
+            aligned &= item.inner is None or self._wide(name, fields, tensor)
         out_shape = (*tokens, *self.spec.shape("H", "P"))
         target = out if out is not None else torch.empty(out_shape, dtype=self.spec.dtype, device="meta")
         fields |= self._check_tokens("out", target, out_shape, self.spec.dtype, True, check_device=out is not None)
@@ -235,7 +234,9 @@ class ReplayWrapper:
         buffer = params.buffer()
         params.pack(buffer, **fields)
         inputs = tuple((name, params.index[name]) for name in present)
-        return _BoundLayer(signature, buffer, inputs, params.index["out"], _i32_index(params, "aligned"), aligned, out_shape)
+        return _BoundLayer(
+            signature, self.cache.weights[layer], buffer, inputs, params.index["out"], _i32_index(params, "aligned"), aligned, out_shape
+        )
 
     def _leading(self, name: str, tensor: torch.Tensor) -> tuple[int, ...]:
         """Leading dimensions of every token input: (rows, T), or (tokens,) when packed."""
@@ -274,26 +275,28 @@ class ReplayWrapper:
         """Whether the strides allow 16-byte loads."""
         return all(fields[f"{name}_{axis}"] * tensor.dtype.itemsize % 16 == 0 for axis in ("row", "token", "outer"))
 
-    def _check_weight(self, item: Weight, tensor: torch.Tensor) -> None:
-        shape = self.spec.shape(*item.dims)
-        if tensor.dtype != torch.float32:
-            raise TypeError(f"{item.name} must be float32 (convert it once, when the model is loaded), got {tensor.dtype}")
-        if tuple(tensor.shape) != shape:
-            raise ValueError(f"{item.name} must have shape {list(shape)}, got {list(tensor.shape)}")
-        if tensor.device != self.cache.device:
-            raise ValueError(f"{item.name} must be on {self.cache.device}, got {tensor.device}")
-        if not tensor.is_contiguous():
-            raise ValueError(f"{item.name} must be contiguous, got strides {tensor.stride()}")
-
 
 class _BoundLayer:
     """One layer's packed parameters and the places of the addresses that change from call to call."""
 
-    __slots__ = ("signature", "buffer", "address", "words", "flags", "inputs", "out_index", "aligned_index", "aligned_strides", "out_shape")
+    __slots__ = (
+        "signature",
+        "weights",
+        "buffer",
+        "address",
+        "words",
+        "flags",
+        "inputs",
+        "out_index",
+        "aligned_index",
+        "aligned_strides",
+        "out_shape",
+    )
 
     def __init__(
         self,
         signature: Any,
+        weights: dict[str, torch.Tensor] | None,
         buffer: Any,
         inputs: tuple[tuple[str, int], ...],
         out_index: int,
@@ -301,7 +304,7 @@ class _BoundLayer:
         aligned_strides: bool,
         out_shape: tuple[int, ...],
     ) -> None:
-        self.signature, self.buffer, self.inputs = signature, buffer, inputs
+        self.signature, self.weights, self.buffer, self.inputs = signature, weights, buffer, inputs
         self.out_index, self.aligned_index, self.aligned_strides = out_index, aligned_index, aligned_strides
         self.out_shape = out_shape
         self.address = ctypes.addressof(buffer)
@@ -344,7 +347,7 @@ class _FrozenBuffers:
 
 
 def _signature(tensors: dict[str, torch.Tensor | None], out: torch.Tensor | None) -> tuple[Any, ...]:
-    """What validation depends on: names, shapes, strides and dtypes (weights' addresses are packed at binding and refreshed)."""
+    """What validation depends on: names, shapes, strides and dtypes."""
     parts: list[Any] = [None if out is None else (out.shape, out.stride(), out.dtype, out.device)]
     for name, tensor in tensors.items():
         parts.append((name, None) if tensor is None else (name, tensor.shape, tensor.stride(), tensor.dtype, tensor.device))
