@@ -34,6 +34,8 @@ class StandardKernel:
     def __init__(self, spec: ReplaySpec, device: torch.device | str) -> None:
         self.spec = kernels.one_plane(spec)
         self.device = torch.device(device)
+        if self.device.type == "cuda" and self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
         self.module = self.spec.module("standard", kernels.backend_of(self.device))
         self.kernel = kernels.load(self.module, self.device)
 

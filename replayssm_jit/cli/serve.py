@@ -24,6 +24,8 @@ from .trace import Request, Server
 #: Root-mean-square relative error of rounding to a dtype (for fp32: of a recurrence's sums in it).
 _ROUNDING = {torch.float32: 1e-6, torch.float16: 2.5e-4, torch.bfloat16: 2e-3}
 _SAMPLED_HEADS = 4
+#: Inputs that the reference calls by the letters of its formulas.
+_REFERENCE_NAMES = {"g": "a", "beta": "b"}
 
 
 def output_bound(spec: ReplaySpec) -> float:
@@ -265,7 +267,11 @@ class _SampledHead:
         weights = phase.weights[self.layer]
         self._weights = {w.name: weights[w.name][self._index[w.dims[0]]] for w in spec.weights if w.name in weights}
         self._recurrence = getattr(reference, f"{spec.family}_recurrence")
-        self._options: dict[str, Any] = {n: getattr(spec, n) for n in inspect.signature(self._recurrence).parameters if hasattr(spec, n)}
+        accepted = inspect.signature(self._recurrence).parameters
+        self._options: dict[str, Any] = {name: getattr(spec, name) for name in accepted if hasattr(spec, name)}
+        self._names = {
+            i.name: i.name if i.name in accepted and i.name not in self._options else _REFERENCE_NAMES[i.name] for i in spec.inputs
+        }
         self._outer = {i.name: i.outer for i in spec.inputs}
 
     def load(self, layer: int, slot: int, state: torch.Tensor) -> None:
@@ -275,7 +281,7 @@ class _SampledHead:
 
     def step(self, row: int, inputs: dict[str, torch.Tensor], out: torch.Tensor, accepted: int) -> torch.Tensor:
         """Relative error of the new tokens' outputs; afterwards the accepted ones count."""
-        tokens = {name: x[row][:, self._index[self._outer[name]]] for name, x in inputs.items()}
+        tokens = {self._names[name]: x[row][:, self._index[self._outer[name]]] for name, x in inputs.items()}
         want, _ = self._apply(tokens)
         got = out[row][:, self._index["H"]].double()
         _, self._state = self._apply({name: x[:accepted] for name, x in tokens.items()})
