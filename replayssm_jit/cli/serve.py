@@ -120,6 +120,8 @@ class Phase:
         self._planned: list[int] = []
 
         self.weights = [synthetic.weights(spec, generator) for _ in range(layers)]
+        for layer, weights in enumerate(self.weights):
+            self.cache.set_weights(layer, **weights)
         self.pool = synthetic.TokenPool(spec, batch * self.tokens, generator)
         self.states = synthetic.StatePool(spec, generator)
         self.sampled = [_SampledHead(self, i) for i in range(min(_SAMPLED_HEADS, batch))]
@@ -175,7 +177,7 @@ class Phase:
 
         def replay() -> None:
             for layer in range(self.layers):
-                self.wrapper.run(layer, out=self._outputs[0][layer], **inputs[layer], **self.weights[layer])
+                self.wrapper.run(layer, out=self._outputs[0][layer], **inputs[layer])
 
         def standard() -> None:
             for launch in launches:
