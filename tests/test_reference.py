@@ -37,7 +37,7 @@ def error(got, want):
 
 
 # The Mamba-2 values are float64, the others float32 by a float32 recurrence.
-@pytest.mark.parametrize("case, bound", [("mamba2", 1e-12), ("gdn", 1e-6), ("kda_softplus", 1e-6), ("kda_lower_bound", 1e-6)])
+@pytest.mark.parametrize(("case", "bound"), [("mamba2", 1e-12), ("gdn", 1e-6), ("kda_softplus", 1e-6), ("kda_lower_bound", 1e-6)])
 def test_right_values(case, bound):
     data = load(case)
     suffix = "" if case == "mamba2" else "_vk"

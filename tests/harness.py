@@ -1,0 +1,624 @@
+"""What a cache must hold and a step must return, kept in Python and judged by the float64 reference.
+
+:class:`Harness` drives a cache and a wrapper through random steps. Beside every slot it keeps a :class:`SlotModel`: the state of
+the last flush, the state after every committed token, the committed inputs that the ring must hold, and the cursors. Before each
+step all ring memory outside the histories is filled with NaN; after it, outputs, checkpoints, rings and cursors are compared, and
+everything that the step had no business to touch must have kept its bits.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+
+from replayssm_jit import GdnSpec, KdaSpec, Mamba2Spec, ReplayCache, ReplayWrapper
+from replayssm_jit.reference import gdn_recurrence, kda_recurrence, mamba2_recurrence, softplus
+
+# ---- tolerances -----------------------------------------------------------------------------------------------------
+# An output is the rounding of a value with an arithmetic error e: it lies within |round(want) - want| + 2 |e| of what is wanted, so
+# the rounding is taken from the wanted values themselves and only e is a constant.
+# Error of the arithmetic before the output is rounded. CPU: fp32 FMA over sums of 64 to 256 terms. CUDA: fp32 operands enter
+# the tensor cores as two bf16 terms, good to 2^-17 each.
+ARITHMETIC = {"cpu": 1e-6, "cuda": 6e-6}
+# A fold's fp32 error (2e-7) moves a value across a rounding boundary of a 16-bit checkpoint now and then: 2 * 2e-7 / 2^-8 of them,
+# by 2^-7 each, is 6e-5 in the norm for bf16 and a third of it for fp16; few values flip, so they scatter by a factor of three.
+FLIPS = {"fp32": 0.0, "fp32_bf16": 2e-4, "bf16": 2e-4, "fp16": 7e-5}
+# The same where a step reads u from a ring in a 16-bit activation dtype.
+FLIPS_U = {torch.float32: 0.0, torch.bfloat16: 2e-4, torch.float16: 7e-5}
+# Two planes or one, the fp32 chain of checkpoints is good to this.
+STATE_FP32 = 1e-6
+
+
+def norm(x: torch.Tensor) -> float:
+    return float(x.double().norm())
+
+
+def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Relative Frobenius error; NaN anywhere gives NaN, which fails every comparison."""
+    got, want = got.detach().double().cpu(), want.detach().double().cpu()
+    return norm(got - want) / max(norm(want), 1e-30)
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    """The bit patterns of a tensor, so that NaN equals itself and 0 differs from -0."""
+    return x.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.dtype.itemsize])
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(bits(a), bits(b))
+
+
+# ---- planes ---------------------------------------------------------------------------------------------------------
+
+
+def upper_plane(x: torch.Tensor) -> torch.Tensor:
+    """What an ordinary step reads of an fp32 checkpoint in two planes: bf16, to nearest, ties away from zero."""
+    pattern = x.float().contiguous().view(torch.int32).long() & 0xFFFFFFFF
+    upper = ((pattern + 0x8000) >> 16) & 0xFFFF
+    return (upper << 16).to(torch.int64).sub(2**32 * (upper >> 15)).to(torch.int32).view(torch.float32)
+
+
+def stored(spec, state: torch.Tensor) -> torch.Tensor:
+    """A float64 state as the checkpoint keeps it; an fp32 checkpoint stays float64, so that its own error is seen."""
+    return state if spec.checkpoint_dtype == torch.float32 else state.to(spec.checkpoint_dtype).double()
+
+
+def read(spec, state: torch.Tensor) -> torch.Tensor:
+    """A stored state as an ordinary step reads it."""
+    return upper_plane(state).double() if spec.state_format == "fp32_bf16" else state
+
+
+def decode_planes(spec, state: torch.Tensor) -> torch.Tensor:
+    """A checkpoint tensor ``[slots, H, P, N]`` as values, written from the format's definition."""
+    if spec.state_format != "fp32_bf16":
+        return state.float()
+    raw = state.contiguous().view(torch.int16).reshape(*state.shape[:2], 2, *state.shape[2:])
+    upper, lower = raw[:, :, 0].long(), raw[:, :, 1].long()
+    pattern = ((upper << 16) + lower + 2**31) % 2**32 - 2**31
+    return pattern.to(torch.int32).view(torch.float32)
+
+
+# ---- families -------------------------------------------------------------------------------------------------------
+
+
+def make_weights(spec, generator: torch.Generator, optional: set[str]) -> dict[str, torch.Tensor]:
+    """Weights of one layer, float32: decays from slow to fast over the heads (and key channels)."""
+
+    def uniform(low, high, dims):
+        return low + (high - low) * torch.rand(spec.shape(*dims), generator=generator)
+
+    weights = {}
+    for weight in spec.weights:
+        if weight.optional and weight.name not in optional:
+            continue
+        if weight.name in ("A", "A_log"):
+            rate = uniform(math.log(0.05), math.log(8.0), weight.dims)
+            weights[weight.name] = -rate.exp() if weight.name == "A" else rate
+        elif weight.name == "dt_bias" and spec.family == "mamba2" and not spec.dt_softplus:
+            weights[weight.name] = uniform(0.01, 0.1, weight.dims)
+        else:
+            low, high = {"D": (-1.0, 1.0), "dt_bias": (-4.0, -1.0)}[weight.name]
+            weights[weight.name] = uniform(low, high, weight.dims)
+    if spec.family != "mamba2" and spec.gate == "precomputed":
+        return {}
+    return weights
+
+
+def make_inputs(spec, tokens: int, generator: torch.Generator, optional: set[str]) -> dict[str, torch.Tensor]:
+    """Inputs of some tokens ``[tokens, outer, inner]`` in their dtypes."""
+    inputs = {}
+    for item in spec.inputs:
+        if item.optional and item.name not in optional:
+            continue
+        x = torch.randn(tokens, *spec.shape(item.outer, item.inner), generator=generator)
+        if item.name == "dt":
+            x = x - 1 if spec.dt_softplus else x.abs() * 0.2
+        elif item.name == "g" and spec.gate == "precomputed":
+            x = -(x - 2).exp()
+        elif item.name == "beta" and spec.beta == "value":
+            x = torch.sigmoid(x)
+        inputs[item.name] = x.to(spec.dtype_of(item.dtype))
+    return inputs
+
+
+def recurrence(spec, inputs, weights, state, parents=None):
+    """The family's float64 recurrence with the spec's options."""
+    if spec.family == "mamba2":
+        tokens = [inputs[name] for name in ("x", "dt", "B", "C")]
+        return mamba2_recurrence(*tokens, state, z=inputs.get("z"), dt_softplus=spec.dt_softplus, parents=parents, **weights)
+    tokens = [inputs[name] for name in ("q", "k", "v", "g", "beta")]
+    options = {name: getattr(spec, name) for name in ("gate", "beta", "qk_norm", "scale")} | weights
+    if spec.family == "gdn":
+        return gdn_recurrence(*tokens, state, parents=parents, **options)
+    return kda_recurrence(*tokens, state, parents=parents, lower_bound=spec.lower_bound, **options)
+
+
+def log_decay(spec, inputs, weights) -> torch.Tensor:
+    """Log decay of Gated DeltaNet ``[tokens, H]`` or KDA ``[tokens, H, N]``, float64."""
+    g = inputs["g"].double()
+    if spec.gate == "precomputed":
+        return g
+    g = g + weights.get("dt_bias", torch.zeros(())).double()
+    rate = weights.get("A_log", torch.zeros(spec.heads)).double().exp().reshape(-1, *[1] * (g.dim() - 2))
+    return -rate * softplus(g) if spec.gate == "softplus" else spec.lower_bound * torch.sigmoid(rate * g)
+
+
+def key_scale(spec, inputs) -> torch.Tensor:
+    """What raw keys are multiplied with, ``[tokens, G]``, float64."""
+    k = inputs["k"].double()
+    return torch.rsqrt(k.square().sum(-1) + 1e-6) if spec.qk_norm else torch.ones(k.shape[:2], dtype=torch.float64)
+
+
+def ring_values(spec, inputs, weights) -> dict[str, tuple[torch.Tensor, float]]:
+    """What the ring must hold of some tokens ``[tokens, outer, inner]``, with a relative tolerance (0: exact bits)."""
+    if spec.family == "mamba2":
+        d = inputs["dt"].double() + weights.get("dt_bias", torch.zeros(spec.heads)).double()
+        return {"x": (inputs["x"], 0.0), "b": (inputs["B"], 0.0), "d": (softplus(d) if spec.dt_softplus else d, 1e-6)}
+    beta = inputs["beta"].double()
+    return {
+        "k": (inputs["k"], 0.0),
+        "k_norm": (key_scale(spec, inputs), 1e-6),
+        "v": (inputs["v"], 0.0),
+        "beta": (torch.sigmoid(beta) if spec.beta == "logit" else beta, 1e-6),
+        "g": (log_decay(spec, inputs, weights), 2e-6),
+    }
+
+
+def corrections(spec, inputs, weights, state) -> torch.Tensor:
+    """The u of some tokens of a delta rule ``[tokens, H, P]``, float64: what each of them adds to the decayed state along its key."""
+    keys = (inputs["k"].double() * key_scale(spec, inputs)[..., None]).repeat_interleave(spec.heads // spec.groups_, dim=1)
+    decay = log_decay(spec, inputs, weights).exp().reshape(keys.shape[0], spec.heads, 1, -1)
+    us = []
+    for t in range(keys.shape[0]):
+        after = recurrence(spec, {name: x[t : t + 1] for name, x in inputs.items()}, weights, state)[1]
+        added = (after - state * decay[t]) @ keys[t, :, :, None]
+        us.append(added[..., 0] / keys[t].square().sum(-1, keepdim=True))
+        state = after
+    return torch.stack(us) if us else keys.new_zeros(0, *spec.shape("H", "P"))
+
+
+def with_ring(spec, inputs, weights, state, tip) -> torch.Tensor:
+    """The state that a later step sees: ``state`` and the ring's entries of some tokens that ran when the step saw ``tip``.
+
+    Mamba-2's ring holds inputs, so this is the recurrence; a delta rule's holds u, rounded to the activation dtype.
+    """
+    if spec.family == "mamba2":
+        return recurrence(spec, inputs, weights, state)[1]
+    us = corrections(spec, inputs, weights, tip).to(spec.dtype).double()
+    keys = (inputs["k"].double() * key_scale(spec, inputs)[..., None]).repeat_interleave(spec.heads // spec.groups_, dim=1)
+    decay = log_decay(spec, inputs, weights).exp().reshape(keys.shape[0], spec.heads, 1, -1)
+    for t in range(keys.shape[0]):
+        state = state * decay[t] + us[t, :, :, None] * keys[t, :, None, :]
+    return state
+
+
+# ---- laying inputs out ----------------------------------------------------------------------------------------------
+
+
+def dense(tensors: dict[str, torch.Tensor], leading: int) -> dict[str, torch.Tensor]:
+    """As they are: every tensor contiguous."""
+    return tensors
+
+
+def projection_views(shift: int = 0):
+    """A layout: the same values as views of one wide projection per dtype, NaN between them.
+
+    ``shift`` moves every view by that many elements: 0 keeps 16-byte alignment, 1 leaves only the dtype's own.
+    """
+
+    def layout(tensors: dict[str, torch.Tensor], leading: int) -> dict[str, torch.Tensor]:
+        views = {}
+        for dtype in {t.dtype for t in tensors.values()}:
+            part = {name: t for name, t in tensors.items() if t.dtype == dtype}
+            places, width = {}, 16 + shift
+            for name, t in part.items():
+                size = math.prod(t.shape[leading:])
+                places[name] = slice(width, width + size)
+                width += (size + 31) // 16 * 16 + shift
+            rows = next(iter(part.values())).shape[:leading]
+            packed = torch.full((*rows, width + shift), math.nan, dtype=dtype, device=next(iter(part.values())).device)
+            for name, t in part.items():
+                views[name] = packed[..., places[name]].unflatten(-1, t.shape[leading:])
+                views[name].copy_(t)
+        return {name: views[name] for name in tensors}
+
+    return layout
+
+
+# ---- the model ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class SlotModel:
+    """One slot: float64 states per layer, the history's inputs per layer, cursors."""
+
+    checkpoint: list[torch.Tensor]
+    ring_start: int = 0
+    position: int = 0
+    history: int = 0
+    inputs: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    tip: list[torch.Tensor] = field(default_factory=list)  # after every committed token, from the checkpoint
+    read_tip: list[torch.Tensor] = field(default_factory=list)  # what the next step sees: read plane and ring
+
+
+class Harness:
+    """A cache, a wrapper and the model of what they must do.
+
+    Parameters
+    ----------
+    optional : set of str
+        Optional inputs and weights that are given.
+    layout : callable
+        Lays a dictionary of inputs out in memory; same values, other strides.
+    load : bool
+        Start from random states and random ring starts instead of fresh slots.
+    """
+
+    def __init__(
+        self,
+        spec,
+        device,
+        *,
+        layers: int = 1,
+        slots: int = 4,
+        seed: int = 0,
+        pad_slot: int = -1,
+        optional: set[str] = frozenset({"D", "dt_bias", "z", "A_log"}),
+        layout=dense,
+        load: bool = True,
+        cache: ReplayCache | None = None,
+    ) -> None:
+        self.spec, self.device, self.optional, self.layout, self.pad_slot = spec, torch.device(device), optional, layout, pad_slot
+        self.generator = torch.Generator().manual_seed(seed)
+        self.cache = ReplayCache.allocate(spec, num_layers=layers, num_slots=slots, device=device) if cache is None else cache
+        self.device = self.cache.device
+        self.wrapper = ReplayWrapper(self.cache, pad_slot=pad_slot)
+        self.num_slots, self.num_layers = self.cache.num_slots, len(self.cache.layers)
+        self.weights = [make_weights(spec, self.generator, set(optional)) for _ in range(self.num_layers)]
+        for layer, weights in enumerate(self.weights):
+            self.cache.set_weights(layer, **{k: v.to(self.device) for k, v in weights.items()})
+        self.slots: list[SlotModel] = []
+        zero = torch.zeros(spec.shape("H", "P", "N"), dtype=torch.float64)
+        for _ in range(self.num_slots):
+            self.slots.append(self._fresh([zero] * self.num_layers))
+        self.worst = {"output": 0.0, "state": 0.0}
+        if load:
+            for slot in range(self.num_slots):
+                self.load(slot)
+                self.slots[slot].ring_start = self.randint(0, spec.ring_len - 1)
+            starts = torch.tensor([s.ring_start for s in self.slots], dtype=torch.int32)
+            self.cache.ring_start.copy_(starts)
+
+    # ---- randomness -------------------------------------------------------------------------------------------------
+
+    def randint(self, low: int, high: int) -> int:
+        return int(torch.randint(low, high + 1, (), generator=self.generator))
+
+    def random_rows(self, lengths: range, rows: int | None = None) -> list[tuple[int, int]]:
+        """Distinct slots in any order, each with a random length."""
+        order = torch.randperm(self.num_slots, generator=self.generator).tolist()
+        rows = self.randint(1, self.num_slots) if rows is None else rows
+        return [(slot, self.randint(lengths.start, lengths.stop - 1)) for slot in order[:rows]]
+
+    # ---- slots ------------------------------------------------------------------------------------------------------
+
+    def _fresh(self, states: list[torch.Tensor]) -> SlotModel:
+        kept = [stored(self.spec, s) for s in states]
+        empty = make_inputs(self.spec, 0, self.generator, set(self.optional))
+        return SlotModel(kept, inputs=[dict(empty) for _ in kept], tip=list(kept), read_tip=[read(self.spec, s) for s in kept])
+
+    def load(self, slot: int, position: int = 0) -> None:
+        """Random states through ``load_state``, values exact in the checkpoint's dtype."""
+        shape = self.spec.shape("H", "P", "N")
+        states = [torch.randn(shape, generator=self.generator).to(self.spec.checkpoint_dtype) for _ in range(self.num_layers)]
+        positions = torch.tensor([position], dtype=torch.int64, device=self.device)
+        for layer, state in enumerate(states):
+            self.cache.load_state(layer, [slot], state[None].to(self.device), positions=positions)
+        self.slots[slot] = self._fresh([s.double() for s in states])
+        self.slots[slot].position = position
+
+    def fill(self, slot: int, tokens: dict[str, torch.Tensor]) -> None:
+        """Put committed tokens ``[h, outer, inner]`` of the one layer into a slot's empty history without a step."""
+        model = self.slots[slot]
+        count = next(iter(tokens.values())).shape[0]
+        places = [(model.ring_start + i) % self.spec.ring_len for i in range(count)]
+        for name, (values, _) in ring_values(self.spec, tokens, self.weights[0]).items():
+            ring = self.cache.layers[0][f"ring_{name}"]
+            ring[slot][:, places] = values.to(ring.dtype).to(self.device).transpose(0, 1)
+        model.inputs, model.history = [tokens], count
+        model.tip = [recurrence(self.spec, tokens, self.weights[0], model.tip[0])[1]]
+        model.read_tip = [recurrence(self.spec, tokens, self.weights[0], model.read_tip[0])[1]]
+        self.cache.ring_start[slot], self.cache.history[slot] = model.ring_start, model.history
+
+    def reset(self, slots: list[int]) -> None:
+        self.cache.reset(slots)
+        zero = torch.zeros(self.spec.shape("H", "P", "N"), dtype=torch.float64)
+        for slot in slots:
+            if slot >= 0:
+                self.slots[slot] = self._fresh([zero] * self.num_layers)
+
+    def flush(self, slots: list[int]) -> None:
+        self.poison()
+        self.cache.flush(slots)
+        for slot in slots:
+            if slot >= 0:
+                self._fold(self.slots[slot])
+
+    def _fold(self, model: SlotModel) -> None:
+        model.checkpoint = [stored(self.spec, tip) for tip in model.tip]
+        model.tip = list(model.checkpoint)
+        model.read_tip = [read(self.spec, s) for s in model.checkpoint]
+        model.ring_start = (model.ring_start + model.history) % self.spec.ring_len
+        model.position += model.history
+        model.history = 0
+        model.inputs = [{k: v[:0] for k, v in inputs.items()} for inputs in model.inputs]
+
+    def live(self, slot: int) -> bool:
+        return 0 <= slot != self.pad_slot
+
+    # ---- one step ---------------------------------------------------------------------------------------------------
+
+    def step(
+        self,
+        rows: list[tuple[int, int]],
+        accepted: list[int] | None = None,
+        *,
+        mode: str = "fixed",
+        width: int | None = None,
+        commit: bool = True,
+    ) -> list[torch.Tensor]:
+        """Plan, run every layer, judge, commit.
+
+        Parameters
+        ----------
+        rows : list of (slot, T)
+            One per batch row.
+        accepted : list of int, optional
+            Per row; random when absent.
+        mode : {"fixed", "padded", "packed"}
+            Equal lengths as an int; lengths as a tensor with padded inputs; or ``cu_seqlens``.
+        width : int, optional
+            Padded width.
+
+        Returns
+        -------
+        list of Tensor
+            Outputs per layer.
+        """
+        lengths = [t for _, t in rows]
+        if accepted is None:
+            accepted = [self.randint(0, t) for t in lengths]
+        fresh = [make_inputs(self.spec, sum(lengths), self.generator, set(self.optional)) for _ in range(self.num_layers)]
+        outputs = self.run(rows, fresh, mode=mode, width=width)
+        if commit:
+            self.commit(rows, accepted, fresh)
+        else:
+            self.pending = (rows, accepted, fresh)
+        return outputs
+
+    def run(self, rows, fresh, *, mode="fixed", width=None):
+        """Plan and run every layer on the given inputs (packed, one dictionary a layer), and judge everything but cursors."""
+        spec, lengths = self.spec, [t for _, t in rows]
+        starts = [sum(lengths[:i]) for i in range(len(rows) + 1)]
+        self.plan(rows, mode)
+        self.poison()
+        before = [{name: t.clone() for name, t in layer.items()} for layer in self.cache.layers]
+        outputs = []
+        width = max([*lengths, 1]) if width is None else width
+        for layer in range(self.num_layers):
+            inputs = fresh[layer]
+            if mode != "packed":
+                inputs = {name: self._pad(t, starts, width) for name, t in inputs.items()}
+            for slot_row, (slot, _) in enumerate(rows):
+                if not self.live(slot):
+                    where = slot_row if mode != "packed" else slice(starts[slot_row], starts[slot_row + 1])
+                    inputs = {name: t.clone() for name, t in inputs.items()}
+                    for t in inputs.values():
+                        t[where] = math.nan
+            inputs = self.layout({name: t.to(self.device) for name, t in inputs.items()}, 1 if mode == "packed" else 2)
+            outputs.append(self.wrapper.run(layer, **inputs))
+        for layer, out in enumerate(outputs):
+            assert out.dtype == spec.dtype
+            for r, (slot, t) in enumerate(rows):
+                got = out[starts[r] : starts[r + 1]] if mode == "packed" else out[r, :t]
+                if mode != "packed":
+                    assert not bits(out[r, t:]).any(), f"row {r}: output past its {t} tokens is not zero"
+                if not self.live(slot):
+                    assert not bits(got).any(), f"padding row {r}: output is not zero"
+                elif t:
+                    tokens = {k: v[starts[r] : starts[r + 1]] for k, v in fresh[layer].items()}
+                    self.judge_output(got, slot, layer, tokens)
+        self.judge_cache(rows, fresh, before)
+        return outputs
+
+    def plan(self, rows, mode: str) -> None:
+        slots = torch.tensor([s for s, _ in rows], dtype=torch.int32, device=self.device)
+        lengths = torch.tensor([t for _, t in rows], dtype=torch.int32)
+        if mode == "fixed":
+            assert len(set(lengths.tolist())) == 1
+            self.wrapper.plan(slots, rows[0][1])
+        elif mode == "padded":
+            self.wrapper.plan(slots, lengths.to(self.device))
+        else:
+            offsets = torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0, dtype=torch.int32)])
+            self.wrapper.plan(slots, cu_seqlens=offsets.to(self.device))
+
+    def _pad(self, packed: torch.Tensor, starts: list[int], width: int) -> torch.Tensor:
+        """``[tokens, ...]`` to ``[rows, width, ...]``, NaN past a row's length."""
+        out = packed.new_full((len(starts) - 1, width, *packed.shape[1:]), math.nan)
+        for r in range(len(starts) - 1):
+            out[r, : starts[r + 1] - starts[r]] = packed[starts[r] : starts[r + 1]]
+        return out
+
+    def commit(self, rows, accepted: list[int], fresh) -> None:
+        """Commit on the device and in the model; counts above a row's length (or negative) are taken as zero."""
+        counts = {"device": self.device, "dtype": torch.int32}
+        slots = torch.tensor([s for s, _ in rows], **counts)
+        self.wrapper.commit(slots, torch.tensor([t for _, t in rows], **counts), torch.tensor(accepted, **counts))
+        self.commit_model(rows, accepted, fresh)
+        self.judge_cursors()
+
+    def commit_model(self, rows, accepted, fresh) -> None:
+        start = 0
+        for (slot, t), a in zip(rows, accepted, strict=True):
+            a = a if 0 <= a <= t else 0
+            if self.live(slot):
+                model = self.slots[slot]
+                seen = model.read_tip
+                if self.flushes(slot, t):
+                    self._fold(model)
+                for layer in range(self.num_layers):
+                    kept = {k: v[start : start + a] for k, v in fresh[layer].items()}
+                    model.inputs[layer] = {k: torch.cat([v, kept[k]]) for k, v in model.inputs[layer].items()}
+                    if a:
+                        model.read_tip[layer] = with_ring(self.spec, kept, self.weights[layer], model.read_tip[layer], seen[layer])
+                        model.tip[layer] = recurrence(self.spec, kept, self.weights[layer], model.tip[layer])[1]
+                model.history += a
+            start += t
+
+    def flushes(self, slot: int, t: int) -> bool:
+        return t > 0 and self.slots[slot].history + t > self.spec.buffer_len
+
+    # ---- poison and judgement ---------------------------------------------------------------------------------------
+
+    def dead(self) -> torch.Tensor:
+        """Ring entries outside the histories, bool ``[slots, R]``."""
+        entry = torch.arange(self.spec.ring_len)
+        start = torch.tensor([s.ring_start for s in self.slots])[:, None]
+        history = torch.tensor([s.history for s in self.slots])[:, None]
+        return (entry - start) % self.spec.ring_len >= history
+
+    def poison(self) -> None:
+        """NaN in all ring memory outside the histories."""
+        dead = self.dead().to(self.device)
+        for layer in self.cache.layers:
+            for name, tensor in layer.items():
+                if name.startswith("ring_"):
+                    tensor.masked_fill_(dead[:, None, :, None] if tensor.dim() == 4 else dead[:, None], math.nan)
+
+    def judge_output(self, got, slot: int, layer: int, tokens) -> None:
+        spec = self.spec
+        want, _ = recurrence(spec, tokens, self.weights[layer], self.slots[slot].read_tip[layer])
+        got = got.double().cpu()
+        where = f"slot {slot}, layer {layer}, history {self.slots[slot].history}, {got.shape[0]} tokens: output"
+        self._judge_rounded(where, got, want)
+
+    def _judge_rounded(self, where: str, got: torch.Tensor, want: torch.Tensor) -> None:
+        """Values ``[tokens, H, P]`` in the activation dtype against what they are the rounding of."""
+        spec = self.spec
+        arithmetic = ARITHMETIC[self.device.type] + FLIPS[spec.state_format] + (0 if spec.family == "mamba2" else FLIPS_U[spec.dtype])
+        rounding = want.to(spec.dtype).double() - want
+        error, allowed = norm(got - want) / norm(want), norm(rounding) / norm(want) + 2 * arithmetic
+        self.worst["output"] = max(self.worst["output"], error - norm(rounding) / norm(want))
+        assert error <= allowed, f"{where} error {error:.3g} > {allowed:.3g}"
+        # The same head by head and token by token, so that one wrong head does not hide among right ones.
+        heads = want.norm(dim=-1)
+        scale = torch.maximum(heads, heads.square().mean().sqrt())
+        excess = (got - want).norm(dim=-1) / (rounding.norm(dim=-1) + 8 * arithmetic * scale)
+        worst = divmod(int(excess.argmax()), heads.shape[1])
+        assert bool((excess <= 1).all()), f"{where} of token and head {worst} is {float(excess.max()):.3g} x its bound"
+
+    def judge_state(self, slot: int) -> None:
+        """The checkpoint against the model's."""
+        model = self.slots[slot]
+        for layer in range(self.num_layers):
+            got = self.cache.read_state(layer, [slot])[0].cpu()
+            want = model.checkpoint[layer]
+            if not want.any():
+                assert not got.any(), f"slot {slot}, layer {layer}: a fresh state is not zero"
+                continue
+            error = relative_error(got, want)
+            self.worst["state"] = max(self.worst["state"], error)
+            bound = STATE_FP32 if self.spec.checkpoint_dtype == torch.float32 else FLIPS[self.spec.state_format]
+            where = f"slot {slot}, layer {layer}, position {model.position}"
+            assert error <= bound, f"{where}: state error {error:.3g}"
+            heads = (got.double() - want).norm(dim=(1, 2)) / want.norm(dim=(1, 2)).clamp_min(1e-30)
+            assert bool((heads <= 4 * bound).all()), f"{where}: head {int(heads.argmax())} has state error {float(heads.max()):.3g}"
+
+    def judge_cursors(self) -> None:
+        got = [self.cache.ring_start.tolist(), self.cache.history.tolist(), self.cache.position.tolist()]
+        want = [[getattr(s, name) for s in self.slots] for name in ("ring_start", "history", "position")]
+        assert got == want
+
+    def judge_cache(self, rows, fresh, before) -> None:
+        """After the runs of a step, before its commit: what was written is right, and nothing else was."""
+        spec, cpu = self.spec, torch.device("cpu")
+        written = torch.zeros(self.num_slots, spec.ring_len, dtype=torch.bool)
+        flushed = set()
+        start = 0
+        for slot, t in rows:
+            if self.live(slot):
+                model = self.slots[slot]
+                places = [(model.ring_start + model.history + i) % spec.ring_len for i in range(t)]
+                written[slot, places] = True
+                if self.flushes(slot, t):
+                    flushed.add(slot)
+                for layer in range(self.num_layers):
+                    tokens = {k: v[start : start + t] for k, v in fresh[layer].items()}
+                    for name, (want, tolerance) in ring_values(spec, tokens, self.weights[layer]).items():
+                        got = self.cache.layers[layer][f"ring_{name}"][slot][:, places].to(cpu).transpose(0, 1)
+                        if tolerance == 0:
+                            assert same_bits(got, want.to(got.dtype)), f"slot {slot}: ring_{name} is not the exact input"
+                        else:
+                            assert torch.allclose(got.double(), want.double(), rtol=tolerance, atol=1e-12), f"slot {slot}: ring_{name}"
+                    if spec.family != "mamba2" and t:
+                        want = corrections(spec, tokens, self.weights[layer], model.read_tip[layer])
+                        got = self.cache.layers[layer]["ring_u"][slot][:, places].to(cpu).transpose(0, 1)
+                        self._judge_rounded(f"slot {slot}, layer {layer}: ring_u", got.double(), want)
+            start += t
+        untouched = [s for s in range(self.num_slots) if s not in flushed]
+        keep = ~written.to(self.device)
+        for layer, (was, now) in enumerate(zip(before, self.cache.layers, strict=True)):
+            assert same_bits(now["state"][untouched], was["state"][untouched]), f"layer {layer}: a checkpoint changed without a flush"
+            for name in was:
+                if name.startswith("ring_"):
+                    a, b = (bits(x[name]) for x in (was, now))
+                    mask = keep[:, None, :, None] if a.dim() == 4 else keep[:, None]
+                    assert not ((a != b) & mask).any(), f"layer {layer}: {name} changed outside the step's new entries"
+        for slot in flushed:
+            self._judge_fold(slot)
+        self.judge_cursors()
+
+    def _judge_fold(self, slot: int) -> None:
+        model = self.slots[slot]
+        kept = model.checkpoint
+        model.checkpoint = [stored(self.spec, tip) for tip in model.tip]
+        self.judge_state(slot)
+        model.checkpoint = kept
+
+    def finish(self) -> None:
+        """Fold everything and compare every slot's state."""
+        self.flush(list(range(self.num_slots)))
+        for slot in range(self.num_slots):
+            self.judge_state(slot)
+        self.judge_cursors()
+        self.cache.check()
+
+
+# ---- specs ----------------------------------------------------------------------------------------------------------
+
+
+def small_spec(family: str, **changes):
+    """A small spec of a family, with two groups of three heads, whose slots flush every few steps."""
+    base = {"heads": 6, "head_dim": 64, "state_dim": 128, "buffer_len": 8, "max_tokens": 4}
+    if family == "mamba2":
+        return Mamba2Spec(**base | {"groups": 2} | changes)
+    return {"gdn": GdnSpec, "kda": KdaSpec}[family](**base | {"key_heads": 2} | changes)
+
+
+FAMILIES = ("mamba2",)
+
+#: checkpoint_dtype, read_dtype
+FORMATS = {
+    "fp32": (torch.float32, torch.float32),
+    "fp32_bf16": (torch.float32, torch.bfloat16),
+    "bf16": (torch.bfloat16, torch.bfloat16),
+    "fp16": (torch.float16, torch.float16),
+}
+
+
+def with_format(name: str) -> dict[str, torch.dtype]:
+    checkpoint, read_dtype = FORMATS[name]
+    return {"checkpoint_dtype": checkpoint, "read_dtype": read_dtype}

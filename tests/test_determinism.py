@@ -1,0 +1,106 @@
+"""The same inputs give the same bits: alone, in any batch, given in any form, a hundred times over."""
+
+import pytest
+import torch
+from harness import FAMILIES, Harness, make_inputs, same_bits, small_spec, with_format
+
+
+def snapshot(cache):
+    return [{k: v.clone() for k, v in layer.items()} for layer in cache.layers]
+
+
+def restore(cache, saved):
+    for layer, was in zip(cache.layers, saved, strict=True):
+        for name, tensor in layer.items():
+            tensor.copy_(was[name])
+
+
+def prepared(family, device, slots, **changes):
+    """Slots in every phase: some will flush in a step of four tokens, some not."""
+    harness = Harness(small_spec(family, **changes), device, slots=slots, seed=30)
+    for _ in range(3):
+        harness.step([(s, 4) for s in range(slots)], [harness.randint(0, 4) for _ in range(slots)])
+    assert len({harness.flushes(s, 4) for s in range(slots)}) == 2
+    harness.poison()
+    tokens = make_inputs(harness.spec, 4 * slots, harness.generator, set(harness.optional))
+    inputs = {k: v.unflatten(0, (slots, 4)).to(harness.device) for k, v in tokens.items()}
+    return harness, inputs
+
+
+def run(harness, inputs, slots, **plan):
+    index = torch.tensor(slots, dtype=torch.int32, device=harness.device)
+    harness.wrapper.plan(index, **({"num_tokens": 4} | plan))
+    return harness.wrapper.run(0, **inputs)
+
+
+@pytest.mark.parametrize("state_format", ["fp32", "fp32_bf16", "bf16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_alone_and_in_any_batch(family, state_format, device):
+    slots = 40
+    harness, inputs = prepared(family, device, slots, **with_format(state_format))
+    saved = snapshot(harness.cache)
+    alone, after = {}, {}
+    for s in range(0, slots, 3):
+        restore(harness.cache, saved)
+        alone[s] = run(harness, {k: v[s : s + 1] for k, v in inputs.items()}, [s])[0]
+        after[s] = {k: v[s].clone() for k, v in harness.cache.layers[0].items()}
+    for batch in (torch.arange(slots), torch.randperm(slots, generator=harness.generator), torch.arange(0, slots, 3), torch.arange(6, 13)):
+        restore(harness.cache, saved)
+        out = run(harness, {k: v[batch.to(v.device)] for k, v in inputs.items()}, batch.tolist())
+        for row, s in enumerate(batch.tolist()):
+            if s in alone:
+                assert same_bits(out[row], alone[s]), f"slot {s}: outputs differ in a batch of {len(batch)}"
+                for name, want in after[s].items():
+                    assert same_bits(harness.cache.layers[0][name][s], want), f"slot {s}: {name} differs in a batch of {len(batch)}"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_row_lengths_in_every_form(family, device):
+    """An int, a tensor with padded inputs, packed rows: the same bits."""
+    harness, inputs = prepared(family, device, 5)
+    saved = snapshot(harness.cache)
+    inputs = {k: v[:, :3] for k, v in inputs.items()}
+    lengths = torch.tensor([3] * 5, dtype=torch.int32, device=device)
+    slots = [4, 2, 0, 1, 3]
+    want = run(harness, inputs, slots, num_tokens=3)
+    forms = {
+        "lengths": (inputs, {"num_tokens": lengths}),
+        "padded": ({k: torch.cat([v, v[:, :1]], 1) for k, v in inputs.items()}, {"num_tokens": lengths}),
+        "packed": (
+            {k: v.flatten(0, 1) for k, v in inputs.items()},
+            {"num_tokens": 1, "cu_seqlens": torch.arange(0, 16, 3, dtype=torch.int32, device=device)},
+        ),
+    }
+    for form, (given, plan) in forms.items():
+        restore(harness.cache, saved)
+        got = run(harness, given, slots, **plan)
+        assert same_bits(got.unflatten(0, (5, 3)) if form == "packed" else got[:, :3], want), form
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_hundred_times(family, device):
+    harness, inputs = prepared(family, device, 8)
+    saved = snapshot(harness.cache)
+    want = run(harness, inputs, list(range(8)))
+    state = snapshot(harness.cache)
+    for _ in range(100):
+        restore(harness.cache, saved)
+        assert same_bits(run(harness, inputs, list(range(8))), want)
+        for name, tensor in harness.cache.layers[0].items():
+            assert same_bits(tensor, state[0][name]), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_threads(family):
+    """The CPU's share of work per thread does not change a bit."""
+    harness, inputs = prepared(family, torch.device("cpu"), 5)
+    saved = snapshot(harness.cache)
+    want = run(harness, inputs, [4, 2, 0, 1, 3])
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            restore(harness.cache, saved)
+            assert same_bits(run(harness, inputs, [4, 2, 0, 1, 3]), want)
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,32 @@
+"""When a row folds and what a commit leaves, for every history, ring start, row length and acceptance of small rings."""
+
+import itertools
+
+import pytest
+import torch
+from harness import Harness, make_inputs, small_spec
+
+WINDOWS = [(L, T) for L in range(1, 5) for T in range(1, L + 1)]
+
+
+@pytest.mark.parametrize(("buffer_len", "max_tokens"), WINDOWS)
+def test_every_case(buffer_len, max_tokens, device):
+    """One slot a case, all in one batch: outputs, new ring entries, folds, untouched memory and cursors are judged."""
+    spec = small_spec("mamba2", heads=1, groups=1, head_dim=32, state_dim=64, buffer_len=buffer_len, max_tokens=max_tokens)
+    cases = [
+        (h, start, t, a)
+        for h, start, t in itertools.product(range(buffer_len + 1), range(spec.ring_len), range(max_tokens + 1))
+        for a in range(-1, t + 2)
+    ]
+    harness = Harness(spec, device, slots=len(cases), seed=50)
+    for slot, (h, start, _, _) in enumerate(cases):
+        harness.slots[slot].ring_start = start
+        harness.fill(slot, make_inputs(spec, h, harness.generator, set(harness.optional)))
+    order = torch.randperm(len(cases), generator=harness.generator).tolist()
+    folds = sum(t > 0 and h + t > buffer_len for h, _, t, _ in cases)
+    assert folds
+    harness.step([(slot, cases[slot][2]) for slot in order], [cases[slot][3] for slot in order], mode="padded", width=max_tokens)
+    assert sum(model.position > 0 for model in harness.slots) == folds
+    with pytest.raises(RuntimeError, match="num_accepted"):
+        harness.cache.check()
+    harness.finish()
