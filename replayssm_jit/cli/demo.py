@@ -8,6 +8,7 @@ import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import click
 import torch
@@ -30,6 +31,16 @@ _BATCH = {"cpu": 16, "cuda": 256}
 _READ_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
+class _Range(click.FloatRange):
+    """A range that NaN is outside of."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number: float = super().convert(value, param, ctx)
+        if number != number:
+            self.fail(f"{value} is not in the range {self._describe_range()}.", param, ctx)
+        return number
+
+
 @click.command()
 @click.option("--model", metavar="NAME", help=f"Published model (`replayssm-jit models` lists them).  [default: {DEFAULT_MODEL}]")
 @click.option("--config", type=click.Path(path_type=Path), metavar="FILE", help="config.json of a Hugging Face model, instead of --model.")
@@ -42,7 +53,7 @@ _READ_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 @click.option(
     "--backend", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", show_default=True, help="auto: CUDA where there is a device."
 )
-@click.option("--acceptance", type=click.FloatRange(0, 1), default=0.8, show_default=True, help="Chance that a draft is accepted.")
+@click.option("--acceptance", type=_Range(0, 1), default=0.8, show_default=True, help="Chance that a draft is accepted.")
 @click.option(
     "--tokens-per-step",
     type=click.IntRange(2, MAX_TOKENS),
@@ -61,8 +72,8 @@ _READ_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 @click.option("--batch", type=click.IntRange(1, 4096), metavar="N", help="Requests served at once.")
 @click.option("--layers", type=click.IntRange(1, 512), metavar="N", help="Layers, instead of what fits.")
 @click.option("--steps", type=click.IntRange(1, 1_000_000), default=200, show_default=True, help="Decode steps; half as many verify.")
-@click.option("--seconds", type=click.FloatRange(1), default=60.0, show_default=True, help="Stop serving after about this long.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of weights, tokens, states and acceptance.")
+@click.option("--seconds", type=_Range(1), default=60.0, show_default=True, help="Stop serving after about this long.")
+@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Of weights, tokens, states and acceptance.")
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Write the table's rows.")
 def demo(
     model: str | None,
@@ -178,14 +189,14 @@ def _report(console: Console, summary: Summary) -> None:
 
 
 def _table(summaries: list[Summary]) -> Table:
-    table = Table(title="A step of all layers, standard / replay", title_justify="left", box=box.SIMPLE_HEAD)
+    table = Table(title="A step of all layers, standard / replay", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("mode", "batch", "T", "L", "MiB of state", "ms", "speed-up", "error"):
         table.add_column(column, justify="left" if column == "mode" else "right", no_wrap=True)
     for row in (summary.row for summary in summaries):
         table.add_row(
             *(row.mode, str(row.batch), str(row.tokens_per_step), str(row.buffer_len)),
-            f"{row.state_bytes_standard / 2**20:.1f} / {row.state_bytes_replay / 2**20:.1f}",
-            f"{row.us_standard / 1e3:.2f} / {row.us_replay / 1e3:.2f}",
+            f"{row.state_bytes_standard / 2**20:.4g} / {row.state_bytes_replay / 2**20:.4g}",
+            f"{row.us_standard / 1e3:.4g} / {row.us_replay / 1e3:.4g}",
             *(f"{row.speedup:.2f}", f"{row.max_rel_error:.1e}"),
         )
     return table

@@ -106,8 +106,9 @@ class Phase:
         self.tokens = spec.max_tokens
         generator = torch.Generator(device=device).manual_seed(seed)
         self._random = random.Random(seed)
-        self._acceptance = list(accumulate(acceptance_histogram(self.tokens, acceptance)))
-        self.server = Server(trace, batch)
+        histogram = acceptance_histogram(self.tokens, acceptance)
+        self._acceptance = list(accumulate(histogram))
+        self.server = Server(trace, batch, sum(a * chance for a, chance in enumerate(histogram)))
 
         self.cache = ReplayCache.allocate(spec, num_layers=layers, num_slots=batch, device=device)
         self.wrapper = ReplayWrapper(self.cache)
@@ -132,9 +133,8 @@ class Phase:
         """Serve until ``steps`` are done or the deadline (``time.monotonic``) has passed; returns the steps done."""
         done = 0
         while done < steps and (done == 0 or time.monotonic() < deadline):
-            admitted = self.server.admit()
-            if admitted is not None:
-                self._load(*admitted)
+            for slot, number in self.server.admit():
+                self._load(slot, number)
             if self.server.active:
                 self._step(done)
                 done += 1
@@ -223,8 +223,9 @@ class Phase:
             for layer in range(self.layers):
                 got, want = self.cache.read_state(layer, slots), self.snapshots[layer][index].float()
                 state_error = max(state_error, float(((got - want).norm() / want.norm()).nan_to_num(torch.inf)))
-        # Steps of the usual batch; a cycle of the flush at a time, so that every average holds its share of flushes.
-        usual = statistics.mode(step.rows for step in self._log)
+        # Full batches where there are enough of them, else the usual ones.
+        full = sum(step.rows == self.batch for step in self._log)
+        usual = self.batch if full >= spec.buffer_len else statistics.mode(step.rows for step in self._log)
         timed = [step for step in self._log if step.rows == usual]
         cells = len(timed) * usual
         history, flush_share = sum(s.history for s in timed) / cells, sum(s.flushes for s in timed) / cells

@@ -13,8 +13,10 @@ from pathlib import Path
 from . import CliError
 
 COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
-#: Trace time that one step takes: the pace of a mid-sized model.
-STEP_SECONDS = 0.03
+#: Requests offered against requests served: a little too many, so that a free slot is rarely idle for long.
+LOAD = 1.25
+#: Steps in which an empty server fills up. Slots that start in different steps flush in different steps.
+FILL_STEPS = 16
 
 
 @dataclass
@@ -87,7 +89,10 @@ def _count(text: str, least: int) -> int:
 
 
 class Server:
-    """Admits and ends requests as the trace says: one prefill a step, first come first served, the trace repeated when it ends.
+    """Admits and ends requests as the trace says, first come first served; the trace repeats when it ends.
+
+    The trace is paced to the server: a step takes as much trace time as makes the offered load :data:`LOAD`. The server starts when
+    a whole batch of requests is waiting.
 
     Parameters
     ----------
@@ -95,37 +100,45 @@ class Server:
         In order of arrival.
     slots : int
         Requests served at once.
+    tokens_per_step : float
+        Tokens that a slot generates in a step, on average.
     """
 
-    def __init__(self, trace: list[Request], slots: int) -> None:
-        self._trace, self._next, self._offset, self._clock = trace, 0, 0.0, 0.0
+    def __init__(self, trace: list[Request], slots: int, tokens_per_step: float) -> None:
+        self._trace, self._next, self._offset = trace, 0, 0.0
+        self._span = max(trace[-1].arrival, 1e-3) * (len(trace) + 1) / len(trace)  # of one repetition
+        served = slots * tokens_per_step * len(trace) / sum(request.generate for request in trace)
+        self._step_seconds = LOAD * served * self._span / len(trace)
+        self._clock = trace[min(slots, len(trace)) - 1].arrival
         self._waiting: deque[Request] = deque()
         self._free = list(range(slots))[::-1]
+        self._prefills = -(-slots // FILL_STEPS)
         self.active: dict[int, int] = {}  # slot -> tokens to go
         self.admitted = self.finished = self.context_tokens = self.generated_tokens = 0
 
-    def admit(self) -> tuple[int, int] | None:
-        """Advance the clock by a step; returns (slot, request number) when a request is admitted."""
-        self._clock += STEP_SECONDS
+    def admit(self) -> list[tuple[int, int]]:
+        """Advance the clock by a step and admit who can be; returns (slot, number of the admission) of each."""
+        self._clock += self._step_seconds
         if not self.active and not self._waiting:
-            self._clock = max(self._clock, self._peek().arrival)
-        while self._peek().arrival <= self._clock:
-            self._waiting.append(self._peek())
+            self._clock = max(self._clock, self._arrival())
+        while self._arrival() <= self._clock:
+            self._waiting.append(self._trace[self._next])
             self._next += 1
-        if not self._waiting or not self._free:
-            return None
-        request, slot = self._waiting.popleft(), self._free.pop()
-        self.active[slot] = request.generate
-        self.admitted += 1
-        self.context_tokens += request.context
-        return slot, self.admitted
+        admitted: list[tuple[int, int]] = []
+        while self._waiting and self._free and len(admitted) < self._prefills:
+            request, slot = self._waiting.popleft(), self._free.pop()
+            self.active[slot] = request.generate
+            self.admitted += 1
+            self.context_tokens += request.context
+            admitted.append((slot, self.admitted))
+        return admitted
 
-    def _peek(self) -> Request:
+    def _arrival(self) -> float:
+        """When the next request comes."""
         if self._next == len(self._trace):
             self._next = 0
-            self._offset += self._trace[-1].arrival + STEP_SECONDS
-        request = self._trace[self._next]
-        return Request(request.number, request.arrival + self._offset, request.context, request.generate)
+            self._offset += self._span
+        return self._trace[self._next].arrival + self._offset
 
     def accept(self, counts: dict[int, int]) -> None:
         """Count accepted tokens by slot; requests that have all of theirs free their slots."""
