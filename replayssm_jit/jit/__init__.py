@@ -11,8 +11,7 @@ from __future__ import annotations
 import os
 import threading
 
-from . import host
-from .build import build
+from . import build, host
 from .errors import (
     CacheWarning,
     CompileError,
@@ -124,7 +123,7 @@ def compile(module: ModuleSpec, arch: str | None = None) -> Entry:
         raise ValueError(f"backend must be 'cuda' or 'cpu', got {module.backend!r}")
     elif not arch:
         raise ValueError("arch must be given for the cuda backend, such as 'sm_90'")
-    return build(module, arch)
+    return build.find_or_compile(module, arch)
 
 
 # A child forked while another thread builds must not wait for that thread, which it does not have.

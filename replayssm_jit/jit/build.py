@@ -19,7 +19,7 @@ _COMPILERS = {"cuda": nvrtc, "cpu": host}
 _memory: dict[str, Entry] = {}  # entries that could not be written to disk
 
 
-def build(module: ModuleSpec, arch: str) -> Entry:
+def find_or_compile(module: ModuleSpec, arch: str) -> Entry:
     """Find a compiled module, or compile it."""
     compiler = _COMPILERS[module.backend]
     options = compiler.options(arch, env.lineinfo())

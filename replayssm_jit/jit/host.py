@@ -138,11 +138,11 @@ def _run_ninja(jobs: Sequence[Job], directory: str, parallel: int) -> list[Compi
         lines += [f"build {job.name}.so: cxx {job.name}.cpp", f"  command = {command.replace('$', '$$')}"]
     with open(os.path.join(directory, "build.ninja"), "w") as file:
         file.write("\n".join(lines) + "\n")
-    ninja = [_ninja(), "-C", directory, "-j", str(parallel)]
+    ninja = [_ninja(), "-C", directory, "-j", str(parallel), "-k", "0"]  # one that fails does not stop the others
     done = subprocess.run(ninja, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     if done.returncode:
-        failed = [job for job in jobs if f"FAILED: {job.name}.so" in done.stdout] or list(jobs)
-        raise CompileError(f"{', '.join(job.name for job in failed)}: {version()} failed\n{done.stdout.strip()}")
+        failed = [job.name for job in jobs if not os.path.exists(os.path.join(directory, f"{job.name}.so"))]
+        raise CompileError(f"{', '.join(failed)}: {version()} failed\n{done.stdout.strip()}")
     compiled = []
     for job in jobs:
         with open(os.path.join(directory, f"{job.name}.so"), "rb") as binary:

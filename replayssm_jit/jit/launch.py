@@ -26,15 +26,7 @@ class HostKernel:
     def __init__(self, entry: Entry) -> None:
         self.entry = entry
         try:
-            if entry.binary_path:
-                library = ctypes.CDLL(entry.binary_path)
-            else:
-                with scratch.directory() as directory:
-                    path = os.path.join(directory, entry.meta["binary"]["file"])
-                    with open(path, "wb") as file:
-                        file.write(entry.binary)
-                    library = ctypes.CDLL(path)
-            self._function = library[entry.meta["entry_point"]]
+            self._function = _load(entry)[entry.meta["entry_point"]]
         except (OSError, AttributeError) as error:
             raise JitError(f"{entry.name}: cannot load the module: {error}") from error
         self._function.argtypes = [ctypes.c_void_p]
@@ -43,3 +35,16 @@ class HostKernel:
     def launch(self, buffer_address: int, grid: tuple[int, int, int] = (1, 1, 1), block: int = 1, smem: int = 0, stream: int = 0) -> None:
         """Run the kernel with the packed parameter struct at ``buffer_address``."""
         self._function(buffer_address)
+
+
+def _load(entry: Entry) -> ctypes.CDLL:
+    if entry.binary_path:
+        try:
+            return ctypes.CDLL(entry.binary_path)
+        except OSError:  # cleared since it was read, or on a file system that forbids execution
+            pass
+    with scratch.directory() as directory:
+        path = os.path.join(directory, entry.meta["binary"]["file"])
+        with open(path, "wb") as file:
+            file.write(entry.binary)
+        return ctypes.CDLL(path)
