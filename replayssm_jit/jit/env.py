@@ -22,6 +22,7 @@ VARIABLES = (
     Variable("REPLAYSSM_DISABLE_JIT", "0", "1: never compile; a module found in no directory is an error."),
     Variable("REPLAYSSM_VERBOSE", "0", "1: report every lookup and compile on stderr."),
     Variable("REPLAYSSM_LINEINFO", "0", "1: compile with line information for profilers and debuggers."),
+    Variable("REPLAYSSM_DEBUG", "0", "1: check values that need a device synchronisation: slots in range, distinct and committed."),
 )
 
 
@@ -50,6 +51,11 @@ def verbose() -> bool:
 def lineinfo() -> bool:
     """Whether modules carry line information."""
     return _flag("REPLAYSSM_LINEINFO")
+
+
+def debug() -> bool:
+    """Whether values on the device are checked, at the price of a synchronisation."""
+    return _flag("REPLAYSSM_DEBUG")
 
 
 def report(message: str) -> None:
