@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 
 def acceptance_histogram(tokens: int, rate: float) -> list[float]:
     """Probabilities of keeping a = 0..tokens inputs when every draft is accepted with the same chance until the first refusal.
@@ -107,20 +109,18 @@ def steady(buffer_len: int, tokens: int, acceptance: Sequence[float]) -> Steady:
         raise ValueError(f"tokens must be from 1 to buffer_len={buffer_len}, got {tokens}")
     if len(acceptance) != tokens + 1 or min(acceptance) < 0 or abs(sum(acceptance) - 1) > 1e-9:
         raise ValueError(f"acceptance must be {tokens + 1} probabilities that sum to 1, got {list(acceptance)}")
-    import numpy as np
-
     size = buffer_len + 1
-    move = np.zeros((size, size))
+    move = torch.zeros(size, size, dtype=torch.float64)
     for h in range(size):
         base = 0 if h + tokens > buffer_len else h
         for a, chance in enumerate(acceptance):
             move[h, base + a] += chance
     # A step taken or not with equal chance has the same stationary distribution and no period, so its powers converge.
-    lazy = (move + np.eye(size)) / 2
+    lazy = (move + torch.eye(size, dtype=torch.float64)) / 2
     for _ in range(64):
         lazy = lazy @ lazy
-        lazy /= lazy.sum(axis=1, keepdims=True)
-    return Steady(buffer_len, tokens, tuple(float(p) for p in lazy[0]))
+        lazy /= lazy.sum(dim=1, keepdim=True)
+    return Steady(buffer_len, tokens, tuple(lazy[0].tolist()))
 
 
 def _coprime(a: int, b: int) -> bool:
