@@ -50,3 +50,15 @@ def test_commands_exist(capsys):
         text = capsys.readouterr().out
         for option in re.findall(r"--[a-z-]+", options):
             assert option in text
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/method.md", "docs/adding-a-family.md"])
+def test_pages_name_files_that_exist(page):
+    root = Path(__file__).parents[1]
+    text = (root / page).read_text(encoding="utf-8")
+    for link in re.findall(r"\]\(([^)#:]+)\)", text):
+        assert ((root / page).parent / link).exists(), link
+    for path in re.findall(r"`((?:replayssm_jit|templates|csrc|tests|docs)/[\w/.]+\.\w+)`", text):
+        assert (root / path).exists(), path
+    for name in re.findall(r"^  (\w+\.py) ", text, re.MULTILINE):
+        assert (root / "replayssm_jit" / name).exists(), name
