@@ -99,11 +99,11 @@ class StepKernel:
         backend = backend_of(device)
         self.spec, self.params, self._device = spec, spec.step_params, device
         self._kernel = load(spec.module("step", backend), device)
-        self._geometry = tactics.geometry(spec) if backend == "cuda" else None
+        self._backend = backend
 
     def constants(self, rows: int) -> dict[str, int]:
         """Fields that depend on the batch alone."""
-        heads_per_block = tactics.heads_per_block(self.spec, rows) if self._geometry else 1
+        heads_per_block = tactics.heads_per_block(self.spec, rows) if self._backend == "cuda" else 1
         return {
             "rows": rows,
             "num_heads": self.spec.heads,
@@ -113,12 +113,13 @@ class StepKernel:
 
     def launch(self, buffer_address: int, rows: int, heads_per_block: int) -> None:
         """Run with the packed parameter struct at an address."""
-        if self._geometry is None:
+        if self._backend == "cpu":
             self._kernel.launch(buffer_address)
             return
         ratio = self.spec.heads // self.spec.groups_
         blocks = self.spec.groups_ * ((ratio + heads_per_block - 1) // heads_per_block)
-        self._kernel.launch(buffer_address, (blocks, rows, 1), self._geometry.threads, self._geometry.smem, current_stream(self._device))
+        smem = tactics.smem_bytes(self.spec, heads_per_block)
+        self._kernel.launch(buffer_address, (blocks, rows, 1), tactics.WARPS * 32, smem, current_stream(self._device))
 
 
 def one_plane(spec: ReplaySpec) -> ReplaySpec:

@@ -205,7 +205,9 @@ class ReplaySpec:
 
     def ring_bytes_per_token(self) -> int:
         """Bytes of one ring entry that an ordinary step reads, all heads of one layer."""
-        return sum(_numel(self.shape(r.outer, r.inner)) * self.dtype_of(r.dtype).itemsize for r in self.rings if r.name not in self.fold_only_rings)
+        return sum(
+            _numel(self.shape(r.outer, r.inner)) * self.dtype_of(r.dtype).itemsize for r in self.rings if r.name not in self.fold_only_rings
+        )
 
     fold_only_rings: ClassVar[frozenset[str]] = frozenset()
 

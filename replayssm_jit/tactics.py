@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+import torch
+
 if TYPE_CHECKING:
     from .specs import ReplaySpec
 
@@ -14,48 +16,60 @@ HEADS_MAX = 8
 
 
 @dataclass(frozen=True)
-class Geometry:
-    """Threads of a block and bytes of its dynamic shared memory."""
+class SharedMemory:
+    """Bytes of a step kernel's ``struct Shared``: what every block takes, and what it takes per head that it serves.
 
-    threads: int
-    smem: int
+    The rendered source asserts that it computes the same sizes.
+    """
+
+    fixed: int
+    per_head: int
 
 
 @lru_cache(maxsize=None)
-def geometry(spec: ReplaySpec) -> Geometry:
-    """Geometry of a spec's step kernel; the rendered source asserts that it computes the same size."""
-    return Geometry(WARPS * 32, smem_bytes(spec))
+def shared_memory(spec: ReplaySpec) -> SharedMemory:
+    """Shared memory of a spec's step kernel."""
+    act, tokens, ring = spec.dtype.itemsize, spec.max_tokens, spec.ring_len
+    entries = _round_up(ring, 16)
+    pitch = spec.state_dim * act + 16
+    gram = tokens * (entries + 8) * 4
+    fixed = tokens * pitch + _round_up(ring, 8) * pitch + gram
+    values = ring * (spec.head_dim * act + 16)
+    coefficients = (3 if act == 4 else 2) * tokens * (entries // 2 + 4) * 4
+    decays = (2 * ring + 2 * tokens + spec.buffer_len + 1) * 4
+    return SharedMemory(_round_up(fixed, 16), _round_up(values + coefficients + decays, 16))
 
 
 def constants(spec: ReplaySpec) -> dict[str, int]:
     """Constants of the rendered source that launch geometry must agree with."""
-    return {"smem_bytes": smem_bytes(spec), "max_heads_per_block": max_heads_per_block(spec)}
+    memory = shared_memory(spec)
+    return {"smem_fixed": memory.fixed, "smem_per_head": memory.per_head, "min_blocks": min_blocks(spec)}
 
 
-def max_heads_per_block(spec: ReplaySpec) -> int:
-    """Most heads whose decays a block has room for."""
-    return min(spec.heads // spec.groups_, HEADS_MAX)
+def min_blocks(spec: ReplaySpec) -> int:
+    """Blocks that must fit on a multiprocessor: it bounds the registers of a thread."""
+    wide_fold, wide_step = spec.buffer_len > 32, spec.max_tokens > 8
+    if wide_fold and wide_step:
+        return 3
+    narrow_read = spec.state_dim * spec.read_dtype.itemsize <= 256
+    return 5 if narrow_read and not wide_fold and not wide_step and spec.dtype is torch.bfloat16 else 4
 
 
-def smem_bytes(spec: ReplaySpec) -> int:
-    """Bytes of the step kernel's ``struct Shared``."""
-    act = spec.dtype.itemsize
-    tiles = -(-spec.max_tokens // 8)
-    entries = -(-(spec.buffer_len + spec.max_tokens) // 16) * 16
-    pitch = spec.state_dim * act + 16
-    heads = max_heads_per_block(spec)
-    queries = tiles * 8 * pitch
-    keys = entries * pitch
-    values = WARPS * 2 * entries * 16 * act
-    gram = tiles * 8 * (entries + 8) * 4
-    decays = heads * (2 * entries + 17) * 4
-    return -(-(queries + keys + values + gram + decays) // 16) * 16
+def smem_bytes(spec: ReplaySpec, heads: int) -> int:
+    """Dynamic shared memory of a block that serves ``heads`` heads."""
+    memory = shared_memory(spec)
+    return memory.fixed + heads * memory.per_head
+
+
+def _round_up(value: int, step: int) -> int:
+    return -(-value // step) * step
 
 
 def heads_per_block(spec: ReplaySpec, rows: int) -> int:
     """Heads a block serves: as few as it takes to fill the device, more where the batch is large."""
     slabs = spec.head_dim // 16
-    return min(max_heads_per_block(spec), max(1, WARPS // slabs) if rows < 16 else 4)
+    ratio = spec.heads // spec.groups_
+    return min(ratio, HEADS_MAX, max(1, WARPS // slabs) if rows < 16 else 4)
 
 
 def standard_grid(spec: ReplaySpec, rows: int) -> tuple[int, int, int]:

@@ -33,15 +33,11 @@ __device__ __forceinline__ void ldmatrix_transposed(u32 (&a)[4], const void* row
                : "memory");
 }
 
-// 16 bytes to shared memory without passing through registers; zeros where live is false, and nothing is read there.
-__device__ __forceinline__ void copy_async(void* to, const void* from, bool live) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(live ? 16 : 0) : "memory");
+// 16 bytes to shared memory without passing through registers.
+__device__ __forceinline__ void copy_async(void* to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
 }
-__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int PENDING>
-__device__ __forceinline__ void copy_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
-}
+__device__ __forceinline__ void copy_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // The state streams past the caches once a step: it must not push the ring out of L1.
 __device__ __forceinline__ void load_streaming(u32 (&out)[4], const void* from) {
@@ -56,11 +52,11 @@ __device__ __forceinline__ void store_vector(void* to, const u32 (&value)[4]) {
 
 // 16 bytes of activations to shared memory from an address of any alignment that the element type allows.
 template <typename Act>
-__device__ __forceinline__ void copy_activations(Act* to, const Act* from, bool live, bool aligned) {
+__device__ __forceinline__ void copy_activations(Act* to, const Act* from, bool aligned) {
   if (aligned) {
-    copy_async(to, from, live);
+    copy_async(to, from);
     return;
   }
 #pragma unroll
-  for (int i = 0; i < 16 / int(sizeof(Act)); ++i) to[i] = live ? from[i] : Act{};
+  for (int i = 0; i < 16 / int(sizeof(Act)); ++i) to[i] = from[i];
 }
