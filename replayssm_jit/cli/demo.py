@@ -156,16 +156,17 @@ def _device_name(device: torch.device) -> str:
 
 def _fit(spec: ReplaySpec, device: torch.device, batch: int | None, layers: int | None, model_layers: int | None) -> tuple[int, int]:
     """Batch and layers: what was asked for, else as many layers as make enough state and fit into memory."""
-    batch = batch or _BATCH[device.type]
     slot = spec.state_elements * spec.checkpoint_dtype.itemsize
     # Replay's cache, the standard kernel's snapshots, and room for the final comparison.
-    layer_bytes = batch * (spec.bytes_per_slot + (spec.max_tokens + 2) * slot)
-    fitting = int(0.7 * _free_bytes(device) // layer_bytes)
-    if fitting < (layers or 1):
-        need = (layers or 1) * layer_bytes / 2**30
+    row_bytes = spec.bytes_per_slot + (spec.max_tokens + 2) * slot
+    fitting = int(0.7 * _free_bytes(device) // row_bytes)  # slots of one layer
+    if batch is None:
+        batch = max(1, min(_BATCH[device.type], fitting // (layers or 1)))
+    if fitting < batch * (layers or 1):
+        need = batch * (layers or 1) * row_bytes / 2**30
         raise CliError(f"--layers {layers or 1} --batch {batch} need {need:.1f} GiB, more than is free on {device}: lower them")
     if layers is None:
-        layers = max(1, min(_STATE_BYTES[device.type] // (batch * slot), fitting, model_layers or 512))
+        layers = max(1, min(_STATE_BYTES[device.type] // (batch * slot), fitting // batch, model_layers or 512))
     return batch, layers
 
 
