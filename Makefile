@@ -8,6 +8,7 @@ ifeq ($(strip $(VENV)),)
 READY :=
 PY := $(PYTHON)
 CLANG_FORMAT := clang-format
+export PYTHONPATH := $(CURDIR):$(PYTHONPATH)
 else
 READY := $(VENV)/.ready
 PY := $(VENV)/bin/python
@@ -37,7 +38,8 @@ format: $(READY)
 	find csrc -type f | xargs -r $(CLANG_FORMAT) -i
 
 bench: $(READY)
-	$(PY) -m benchmarks $(ARGS)
+	$(PY) benchmarks/jit.py
+	$(PY) benchmarks/cpu.py
 
 wheel: $(READY)
 	$(PY) -m build --wheel
