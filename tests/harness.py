@@ -296,6 +296,10 @@ class Harness:
     def randint(self, low: int, high: int) -> int:
         return int(torch.randint(low, high + 1, (), generator=self.generator))
 
+    def make_inputs(self, tokens: int) -> dict[str, torch.Tensor]:
+        """Inputs of one layer ``[tokens, outer, inner]``."""
+        return make_inputs(self.spec, tokens, self.generator, set(self.optional))
+
     def random_rows(self, lengths: range, rows: int | None = None) -> list[tuple[int, int]]:
         """Distinct slots in any order, each with a random length."""
         order = torch.randperm(self.num_slots, generator=self.generator).tolist()
@@ -306,7 +310,7 @@ class Harness:
 
     def _fresh(self, states: list[torch.Tensor]) -> SlotModel:
         kept = [stored(self.spec, s) for s in states]
-        empty = make_inputs(self.spec, 0, self.generator, set(self.optional))
+        empty = self.make_inputs(0)
         return SlotModel(kept, inputs=[dict(empty) for _ in kept], tip=list(kept), read_tip=[read(self.spec, s) for s in kept])
 
     def load(self, slot: int, position: int = 0) -> None:
@@ -390,7 +394,7 @@ class Harness:
         lengths = [t for _, t in rows]
         if accepted is None:
             accepted = [self.randint(0, t) for t in lengths]
-        fresh = [make_inputs(self.spec, sum(lengths), self.generator, set(self.optional)) for _ in range(self.num_layers)]
+        fresh = [self.make_inputs(sum(lengths)) for _ in range(self.num_layers)]
         outputs = self.run(rows, fresh, mode=mode, width=width)
         if commit:
             self.commit(rows, accepted, fresh)

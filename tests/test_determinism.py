@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from harness import FAMILIES, Harness, make_inputs, same_bits, small_spec, with_format
+from harness import FAMILIES, Harness, same_bits, small_spec, with_format
 
 
 def snapshot(cache):
@@ -22,7 +22,7 @@ def prepared(family, device, slots, **changes):
         harness.step([(s, 4) for s in range(slots)], [harness.randint(0, 4) for _ in range(slots)])
     assert len({harness.flushes(s, 4) for s in range(slots)}) == 2
     harness.poison()
-    tokens = make_inputs(harness.spec, 4 * slots, harness.generator, set(harness.optional))
+    tokens = harness.make_inputs(4 * slots)
     inputs = {k: v.unflatten(0, (slots, 4)).to(harness.device) for k, v in tokens.items()}
     return harness, inputs
 

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from harness import Harness, make_inputs, small_spec
+from harness import Harness, small_spec
 
 WINDOWS = [(L, T) for L in range(1, 5) for T in range(1, L + 1)]
 
@@ -21,7 +21,7 @@ def test_every_case(buffer_len, max_tokens, device):
     harness = Harness(spec, device, slots=len(cases), seed=50)
     for slot, (h, start, _, _) in enumerate(cases):
         harness.slots[slot].ring_start = start
-        harness.fill(slot, make_inputs(spec, h, harness.generator, set(harness.optional)))
+        harness.fill(slot, harness.make_inputs(h))
     order = torch.randperm(len(cases), generator=harness.generator).tolist()
     folds = sum(t > 0 and h + t > buffer_len for h, _, t, _ in cases)
     assert folds

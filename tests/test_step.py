@@ -8,7 +8,6 @@ from harness import (
     FORMATS,
     Harness,
     dense,
-    make_inputs,
     projection_views,
     relative_error,
     same_bits,
@@ -188,7 +187,7 @@ def test_output_views(family, device):
     """``out`` may be any view with a dense innermost dimension; nothing outside it is written."""
     spec = small_spec(family)
     harness = Harness(spec, device, slots=2, seed=11)
-    fresh = [{k: v.to(device)[None] for k, v in _inputs(harness, 3).items()}]
+    fresh = [{k: v.to(device)[None] for k, v in harness.make_inputs(3).items()}]
     for offset in (0, 8, 1):
         harness.wrapper.plan([1], 3)
         want = harness.wrapper.run(0, **fresh[0])
@@ -199,10 +198,6 @@ def test_output_views(family, device):
         assert same_bits(out, want)
         out.fill_(7.0)
         assert bool((memory == 7.0).all())
-
-
-def _inputs(harness, tokens):
-    return make_inputs(harness.spec, tokens, harness.generator, set(harness.optional))
 
 
 def pool(spec, num_slots, device, gap):
@@ -340,7 +335,7 @@ def test_verification_equals_single_steps(family, device):
     spec = small_spec(family, dtype=torch.float32, **with_format("fp32"))
     one, many = (Harness(spec, device, slots=1, seed=19) for _ in range(2))
     for _ in range(5):
-        tokens = _inputs(many, 4)
+        tokens = many.make_inputs(4)
         together = many.run([(0, 4)], [tokens])[0][0]
         many.commit([(0, 4)], [4], [tokens])
         for i in range(4):
