@@ -13,8 +13,10 @@ from pathlib import Path
 from . import CliError
 
 COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
-#: Requests offered against requests served: a little too many, so that a free slot is rarely idle for long.
-LOAD = 1.25
+#: Requests offered against requests served: a few too many, so that a free slot is rarely idle for long.
+LOAD = 1.5
+#: Requests, of each slot, whose rate paces the trace: the day's first minutes are what a run serves.
+PACING = 8
 #: Steps in which an empty server fills up. Slots that start in different steps flush in different steps.
 FILL_STEPS = 16
 
@@ -106,9 +108,10 @@ class Server:
 
     def __init__(self, trace: list[Request], slots: int, tokens_per_step: float) -> None:
         self._trace, self._next, self._offset = trace, 0, 0.0
-        self._span = max(trace[-1].arrival, 1e-3) * (len(trace) + 1) / len(trace)  # of one repetition
-        served = slots * tokens_per_step * len(trace) / sum(request.generate for request in trace)
-        self._step_seconds = LOAD * served * self._span / len(trace)
+        self._span = _span(trace)
+        first = trace[: PACING * slots]
+        served = slots * tokens_per_step * len(first) / sum(request.generate for request in first)
+        self._step_seconds = LOAD * served * _span(first) / len(first)
         self._clock = trace[min(slots, len(trace)) - 1].arrival
         self._waiting: deque[Request] = deque()
         self._free = list(range(slots))[::-1]
@@ -149,3 +152,8 @@ class Server:
                 del self.active[slot]
                 self._free.append(slot)
                 self.finished += 1
+
+
+def _span(trace: list[Request]) -> float:
+    """Seconds from the first request to where the next repetition may start."""
+    return max(trace[-1].arrival, 1e-3) * (len(trace) + 1) / len(trace)
