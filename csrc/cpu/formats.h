@@ -70,7 +70,8 @@ struct bf16 {
   static INLINE vf load(const T* p) { return as_float(__builtin_convertvector(load_as<vh>(p), vu) << 16); }
   static INLINE void store(T* p, vf v) { store_as(p, __builtin_convertvector(bf16_round(as_bits(v)) >> 16, vh)); }
   static INLINE void load2(const T* p, vf& even, vf& odd) {
-    const vu w = load_as<vu>(p);
+    vu w = load_as<vu>(p);
+    KEEP(w);
     even = as_float(w << 16), odd = as_float(w & 0xffff0000u);
   }
   static INLINE void store2(T* p, vf even, vf odd) { store_as(p, (bf16_round(as_bits(even)) >> 16) | bf16_round(as_bits(odd))); }
@@ -106,8 +107,10 @@ struct TwoPlanes {
   static constexpr int whole_bytes = 4;
   static INLINE void read(const char* head, int e, vf& even, vf& odd) { bf16::load2((const uint16_t*)head + e, even, odd); }
   static INLINE void whole(const char* head, int e, vf& even, vf& odd) {
-    const vu hi = load_as<vu>(head + 2 * e);
-    const vi lo = load_as<vi>(head + 2 * elements + 2 * e);
+    vu hi = load_as<vu>(head + 2 * e);
+    vi lo = load_as<vi>(head + 2 * elements + 2 * e);
+    KEEP(hi);
+    KEEP(lo);
     even = as_float((hi << 16) + (vu)((lo << 16) >> 16));
     odd = as_float((hi & 0xffff0000u) + (vu)(lo >> 16));
   }

@@ -28,21 +28,36 @@ INLINE char* state_block(const Params* p, long long slot, int head) {
   return at<char>(p->state, 0) + (slot * p->state_slot + (long long)head * P * N) * State::whole_bytes;
 }
 
-// The state of VW rows at one token: from the checkpoint before the first token, from `kept` later; to the checkpoint of the
-// token when `to` is set, and to `kept` unless it is the last token.
+// A tile of the state at one token: read from the checkpoint before the first token, from `kept` later; written to the
+// checkpoint of the token when it has one, and to `kept` unless it is the last token.
+template <bool FIRST, bool LAST>
 struct Place {
   const char* from;
   char* to;
   float* kept;
-  bool last;
-  int row0;  // first of the VW rows
 
-  INLINE void load(int r, int n, vf& a, vf& b) const {
-    if (from) return State::read(from, (row0 + r) * N + n, a, b);
-    a = ::load(kept + r * N + n), b = ::load(kept + r * N + n + VW);
+  INLINE Place at(int e) const { return {from + e * State::read_bytes, to ? to + e * State::read_bytes : nullptr, kept + e}; }
+  INLINE void load(int e, vf& a, vf& b) const {
+    if (FIRST)
+      State::read(from, e, a, b);
+    else
+      a = ::load(kept + e), b = ::load(kept + e + VW);
   }
-  INLINE void store(int r, int n, vf a, vf b) const {
-    if (to) State::write(to, (row0 + r) * N + n, a, b);
-    if (!last) ::store(kept + r * N + n, a), ::store(kept + r * N + n + VW, b);
+  INLINE void store(int e, vf a, vf b) const {
+    if (to) State::write(to, e, a, b);
+    if (!LAST) ::store(kept + e, a), ::store(kept + e + VW, b);
   }
 };
+
+// Calls token(place) with the place of VW rows from element e on.
+template <class Token>
+INLINE void at_place(const char* from, char* to, float* kept, int e, int t, int tokens, Token token) {
+  const char* rows = from + e * State::read_bytes;
+  char* target = to ? to + e * State::read_bytes : nullptr;
+  if (tokens == 1)
+    token(Place<true, true>{rows, target, kept});
+  else if (t == 0)
+    token(Place<true, false>{rows, target, kept});
+  else
+    token(Place<false, false>{rows, target, kept});
+}

@@ -12,82 +12,105 @@ constexpr int TILE_ROWS = 4, TILE_COLUMNS = 4;  // accumulators of a tile: 16 of
 constexpr int TILE_ROWS = 4, TILE_COLUMNS = 2;
 #endif
 
-// Readers give the tile loop 2 VW columns of a row.
+// Readers give the tile loop 2 VW columns of a row; `from` moves them, so that what remains of an offset is a constant. What comes
+// from memory is read one row at a time: strictly sequential lines are what the hardware's prefetcher follows.
 template <class State>
 struct ReadPlane {
+  static constexpr int ROWS = 1;
   const char* head;
-  const char* ahead;
-  INLINE void operator()(int e, vf& a, vf& b) const { State::read(head, e, a, b); }
+  const char* ahead;  // what to prefetch meanwhile, line by line
+  INLINE ReadPlane from(int e) const { return {head + e * State::read_bytes, ahead + e * State::read_bytes}; }
+  INLINE void operator()(int e, vf& a, vf& b) const {
+    State::read(head, e, a, b);
+    UNROLL for (int i = 0; i < 2 * VW * State::read_bytes; i += 64) __builtin_prefetch(ahead + e * State::read_bytes + i);
+  }
 };
 template <class State>
 struct WholeState {
+  static constexpr int ROWS = TILE_ROWS;
   const char* head;
+  INLINE WholeState from(int e) const { return {head + e * State::read_bytes}; }
   INLINE void operator()(int e, vf& a, vf& b) const { State::whole(head, e, a, b); }
 };
 struct FloatRows {  // rows already converted
+  static constexpr int ROWS = TILE_ROWS;
   const float* rows;
+  INLINE FloatRows from(int e) const { return {rows + e}; }
   INLINE void operator()(int e, vf& a, vf& b) const { a = load(rows + e), b = load(rows + e + VW); }
 };
 
 // VW rows times C columns; sums[c][row] gets VW partial sums. The order within a sum does not depend on C.
 template <int N, int C, class Reader>
-INLINE void multiply_tile(const Reader& reader, int first, const float* columns, float* sums) {
-  UNROLL for (int r0 = 0; r0 < VW; r0 += TILE_ROWS) {
-    vf acc[TILE_ROWS][C] = {};
-    for (int n = 0; n < N; n += 2 * VW) {
-      vf a[TILE_ROWS], b[TILE_ROWS];
-      UNROLL for (int r = 0; r < TILE_ROWS; r++) reader(first + (r0 + r) * N + n, a[r], b[r]);
+INLINE void multiply_tile(const Reader& first, const float* columns, float* sums) {
+  constexpr int ROWS = Reader::ROWS;
+  vf column[C == 1 ? N / VW : 1];  // a single column stays in registers
+  if (C == 1)
+    UNROLL for (int i = 0; i < N / VW; i++) {
+      column[i] = load(columns + i * VW);
+      KEEP(column[i]);
+    }
+  for (int r0 = 0; r0 < VW; r0 += ROWS) {
+    const Reader rows = first.from(r0 * N);
+    vf acc[ROWS][C] = {};
+    UNROLL for (int n = 0; n < N; n += 2 * VW) {
+      vf a[ROWS], b[ROWS];
+      UNROLL for (int r = 0; r < ROWS; r++) rows(r * N + n, a[r], b[r]);
       UNROLL for (int c = 0; c < C; c++) {
-        const vf ca = load(columns + c * N + n), cb = load(columns + c * N + n + VW);
-        UNROLL for (int r = 0; r < TILE_ROWS; r++) acc[r][c] += a[r] * ca;
-        UNROLL for (int r = 0; r < TILE_ROWS; r++) acc[r][c] += b[r] * cb;
+        const vf ca = C == 1 ? column[n / VW] : load(columns + c * N + n);
+        const vf cb = C == 1 ? column[n / VW + 1] : load(columns + c * N + n + VW);
+        UNROLL for (int r = 0; r < ROWS; r++) acc[r][c] += a[r] * ca;
+        UNROLL for (int r = 0; r < ROWS; r++) acc[r][c] += b[r] * cb;
       }
     }
     UNROLL for (int c = 0; c < C; c++)
-      UNROLL for (int r = 0; r < TILE_ROWS; r++) store(sums + (c * VW + r0 + r) * VW, acc[r][c]);
+      UNROLL for (int r = 0; r < ROWS; r++) store(sums + (c * VW + r0 + r) * VW, acc[r][c]);
   }
 }
 
 // out[c * stride + row] = row . columns[c] for VW rows and `count` of at most MOST columns.
 template <int N, int MOST, class Reader>
-INLINE void multiply_rows(const Reader& reader, int first, const float* columns, int count, float* out, int stride) {
+INLINE void multiply_rows(const Reader& first, const float* columns, int count, float* out, int stride) {
   alignas(64) float sums[TILE_COLUMNS * VW * VW];
   int c = 0;
   if (MOST >= TILE_COLUMNS)
     for (; c + TILE_COLUMNS <= count; c += TILE_COLUMNS) {
-      multiply_tile<N, TILE_COLUMNS>(reader, first, columns + c * N, sums);
+      multiply_tile<N, TILE_COLUMNS>(first, columns + c * N, sums);
       for (int i = 0; i < TILE_COLUMNS; i++) store(out + (c + i) * stride, sum_lanes(sums + i * VW * VW));
     }
   for (; c < count; c++) {
-    multiply_tile<N, 1>(reader, first, columns + c * N, sums);
+    multiply_tile<N, 1>(first, columns + c * N, sums);
     store(out + c * stride, sum_lanes(sums));
   }
 }
 
-// Fold `count` tokens into rows p0 ... p0 + VW: S[p] <- decay S[p] + sum_j left[j][p] right[j], oldest first, in fp32.
-// Decay is a scalar, or N numbers in the columns' order when DecayVector.
+// Fold `count` tokens into VW rows: S[p] <- decay S[p] + sum_j left[j][p] right[j], oldest first, in fp32. `rows` and `left` are
+// already at the first row. Decay is a scalar, or N numbers in the columns' order when DecayVector.
 template <class State, int P, int N, bool DecayVector>
-INLINE void fold_rows(char* head, int p0, const float* decay, const float* left, const float* right, int count) {
+INLINE void fold_rows(char* rows, const float* decay, const float* left, const float* right, int count) {
   constexpr int WIDE = 4;  // vectors a row of a tile
-  for (int p = p0; p < p0 + VW; p += TILE_ROWS)
+  for (int p = 0; p < VW; p += TILE_ROWS)
     for (int n = 0; n < N; n += WIDE * VW) {
+      char* at = rows + (p * N + n) * State::read_bytes;
       vf s[TILE_ROWS][WIDE];
       UNROLL for (int r = 0; r < TILE_ROWS; r++)
         UNROLL for (int w = 0; w < WIDE; w += 2) {
-          State::whole(head, (p + r) * N + n + w * VW, s[r][w], s[r][w + 1]);
+          State::whole(at, r * N + w * VW, s[r][w], s[r][w + 1]);
           s[r][w] *= DecayVector ? load(decay + n + w * VW) : splat(*decay);
           s[r][w + 1] *= DecayVector ? load(decay + n + (w + 1) * VW) : splat(*decay);
         }
       for (int j = 0; j < count; j++) {
         vf b[WIDE];
-        UNROLL for (int w = 0; w < WIDE; w++) b[w] = load(right + j * N + n + w * VW);
+        UNROLL for (int w = 0; w < WIDE; w++) {
+          b[w] = load(right + j * N + n + w * VW);
+          KEEP(b[w]);
+        }
         UNROLL for (int r = 0; r < TILE_ROWS; r++) {
           const vf a = splat(left[j * P + p + r]);
           UNROLL for (int w = 0; w < WIDE; w++) s[r][w] += a * b[w];
         }
       }
       UNROLL for (int r = 0; r < TILE_ROWS; r++)
-        UNROLL for (int w = 0; w < WIDE; w += 2) State::write(head, (p + r) * N + n + w * VW, s[r][w], s[r][w + 1]);
+        UNROLL for (int w = 0; w < WIDE; w += 2) State::write(at, r * N + w * VW, s[r][w], s[r][w + 1]);
     }
 }
 

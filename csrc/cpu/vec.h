@@ -26,6 +26,15 @@
 #define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, vi{__VA_ARGS__})
 #endif
 
+// Keeps a value that was loaded once in its register; compilers like to load it again at every use, and loads are what is short.
+#if defined(__AVX512F__)
+#define KEEP(v) asm("" : "+v"(v))
+#elif defined(__AVX__)
+#define KEEP(v) asm("" : "+x"(v))
+#else
+#define KEEP(v)
+#endif
+
 #define INLINE inline __attribute__((always_inline))
 
 constexpr int VW = VECTOR_BYTES / 4;  // fp32 lanes of a vector
@@ -50,7 +59,7 @@ INLINE void store_as(void* p, V v) {
 }
 INLINE vf load(const float* p) { return load_as<vf>(p); }
 INLINE void store(float* p, vf v) { store_as(p, v); }
-INLINE vf splat(float x) { return vf{} + x; }
+INLINE vf splat(float x) { return x - vf{}; }
 INLINE vu as_bits(vf v) { return (vu)v; }
 INLINE vf as_float(vu v) { return (vf)v; }
 INLINE vf select(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask & (vi)no)); }
