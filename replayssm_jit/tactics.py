@@ -48,11 +48,10 @@ def constants(spec: ReplaySpec) -> dict[str, int]:
 
 def min_blocks(spec: ReplaySpec) -> int:
     """Blocks that must fit on a multiprocessor: it bounds the registers of a thread."""
-    wide_fold, wide_step = spec.buffer_len > 32, spec.max_tokens > 8
-    if wide_fold and wide_step:
+    if spec.buffer_len > 32:
         return 3
     narrow_read = spec.state_dim * spec.read_dtype.itemsize <= 256
-    return 5 if narrow_read and not wide_fold and not wide_step and spec.dtype is torch.bfloat16 else 4
+    return 5 if spec.buffer_len <= 16 and spec.max_tokens <= 8 and narrow_read and spec.dtype is torch.bfloat16 else 4
 
 
 def smem_bytes(spec: ReplaySpec, heads: int) -> int:

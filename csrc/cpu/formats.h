@@ -95,7 +95,10 @@ struct OnePlane {
   static constexpr int whole_bytes = sizeof(typename F::T);   // an element of the checkpoint
   static INLINE void read(const char* head, int e, vf& a, vf& b) { F::load2((const typename F::T*)head + e, a, b); }
   static INLINE void whole(const char* head, int e, vf& a, vf& b) { read(head, e, a, b); }
-  static INLINE void write(char* head, int e, vf a, vf b) { F::store2((typename F::T*)head + e, a, b); }
+  template <bool FINITE>
+  static INLINE void write(char* head, int e, vf a, vf b) {
+    F::store2((typename F::T*)head + e, a, b);
+  }
 };
 
 // An fp32 checkpoint in two 16-bit planes: bits = (hi << 16) + lo, hi rounded to nearest, ties away from zero. The low 16 bits
@@ -118,8 +121,9 @@ struct TwoPlanes {
     const vu bits = as_bits(v);
     return select((vi)((bits & 0x7fffffffu) > 0x7f800000u), (bits & 0x80000000u) | 0x7fc00000u, bits);
   }
+  template <bool FINITE>
   static INLINE void write(char* head, int e, vf even, vf odd) {
-    const vu a = canonical(even), b = canonical(odd);
+    const vu a = FINITE ? as_bits(even) : canonical(even), b = FINITE ? as_bits(odd) : canonical(odd);
     store_as(head + 2 * e, ((a + 0x8000u) >> 16) | ((b + 0x8000u) & 0xffff0000u));
     store_as(head + 2 * elements + 2 * e, (a & 0xffffu) | (b << 16));
   }

@@ -22,7 +22,7 @@ struct ReadPlane {
   INLINE ReadPlane from(int e) const { return {head + e * State::read_bytes, ahead + e * State::read_bytes}; }
   INLINE void operator()(int e, vf& a, vf& b) const {
     State::read(head, e, a, b);
-    UNROLL for (int i = 0; i < 2 * VW * State::read_bytes; i += 64) __builtin_prefetch(ahead + e * State::read_bytes + i);
+    if (PFL) UNROLL for (int i = 0; i < 2 * VW * State::read_bytes; i += 64) __builtin_prefetch(ahead + e * State::read_bytes + i,0,PFL);
   }
 };
 template <class State>
@@ -84,13 +84,15 @@ INLINE void multiply_rows(const Reader& first, const float* columns, int count, 
 }
 
 // Fold `count` tokens into VW rows: S[p] <- decay S[p] + sum_j left[j][p] right[j], oldest first, in fp32. `rows` and `left` are
-// already at the first row. Decay is a scalar, or N numbers in the columns' order when DecayVector.
+// already at the first row; `ahead` is what to prefetch meanwhile, as much as is folded. Decay is a scalar, or N numbers in the
+// columns' order when DecayVector.
 template <class State, int P, int N, bool DecayVector>
-INLINE void fold_rows(char* rows, const float* decay, const float* left, const float* right, int count) {
+INLINE void fold_rows(char* rows, const char* ahead, const float* decay, const float* left, const float* right, int count) {
   constexpr int WIDE = 4;  // vectors a row of a tile
   for (int p = 0; p < VW; p += TILE_ROWS)
     for (int n = 0; n < N; n += WIDE * VW) {
       char* at = rows + (p * N + n) * State::read_bytes;
+      State::prefetch(ahead, p * N + n * TILE_ROWS, TILE_ROWS * WIDE * VW);
       vf s[TILE_ROWS][WIDE];
       UNROLL for (int r = 0; r < TILE_ROWS; r++)
         UNROLL for (int w = 0; w < WIDE; w += 2) {
@@ -109,8 +111,15 @@ INLINE void fold_rows(char* rows, const float* decay, const float* left, const f
           UNROLL for (int w = 0; w < WIDE; w++) s[r][w] += a * b[w];
         }
       }
+      vf zero = {};  // stays zero unless some number is infinite or NaN
       UNROLL for (int r = 0; r < TILE_ROWS; r++)
-        UNROLL for (int w = 0; w < WIDE; w += 2) State::write(at, r * N + w * VW, s[r][w], s[r][w + 1]);
+        UNROLL for (int w = 0; w < WIDE; w++) zero += s[r][w] * 0.0f;
+      if (all_zero(zero))
+        UNROLL for (int r = 0; r < TILE_ROWS; r++)
+          UNROLL for (int w = 0; w < WIDE; w += 2) State::template write<true>(at, r * N + w * VW, s[r][w], s[r][w + 1]);
+      else
+        UNROLL for (int r = 0; r < TILE_ROWS; r++)
+          UNROLL for (int w = 0; w < WIDE; w += 2) State::template write<false>(at, r * N + w * VW, s[r][w], s[r][w + 1]);
     }
 }
 

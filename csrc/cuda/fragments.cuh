@@ -126,6 +126,15 @@ struct Piece {
   }
 };
 
+// Ask L2 for the 16 rows of a unit, in the read plane (plane = 0) or another one. `lane_row` is the lane's own address, as in
+// planes.cuh; a lane asks for whole 128-byte lines.
+__device__ __forceinline__ void prefetch_planes(const char* lane_row, i64 plane, int lane) {
+  if (plane && Whole::LOADS == 1) return;
+  const char* unit = lane_row - lane / 4 * STATE_PITCH - lane % 4 * 16 + plane;
+#pragma unroll
+  for (int line = 0; line < 16 * STATE_PITCH / 128; line += 32) prefetch(unit + (line + lane) * 128);
+}
+
 // Gram tile: 8 keys against all queries, over N columns: gram[query * GRAM_PITCH + key], queries below `tokens` only.
 __device__ __forceinline__ void gram_tile(float* gram, const Act* queries, const Act* keys, int tokens, int lane) {
   constexpr int VEC = 8;

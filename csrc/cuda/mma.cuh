@@ -46,6 +46,7 @@ __device__ __forceinline__ void load_streaming(u32 (&out)[4], const void* from) 
                : "l"(from)
                : "memory");
 }
+__device__ __forceinline__ void prefetch(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
 __device__ __forceinline__ void store_vector(void* to, const u32 (&value)[4]) {
   *static_cast<uint4*>(to) = make_uint4(value[0], value[1], value[2], value[3]);
 }
