@@ -89,9 +89,7 @@ def main() -> None:
     for backend, row in (("cuda", cuda), ("cpu", cpu)):
         print(f"{backend}: {row['module']}, {row['arch']}, {row['compiler']}")
         print(f"  cold {row['cold_s'] * 1e3:7.1f} ms, slowest {row['cold_max_s'] * 1e3:.1f}")
-        print(
-            f"  warm {row['warm_s'] * 1e3:7.2f} ms, slowest {row['warm_max_s'] * 1e3:.2f}, import {row['import_s'] * 1e3:.0f}")
-        )
+        print(f"  warm {row['warm_s'] * 1e3:7.2f} ms, slowest {row['warm_max_s'] * 1e3:.2f}, import {row['import_s'] * 1e3:.0f}")
     if arguments.json:
         with open(arguments.json, "w") as file:
             json.dump(result, file, indent=1)
