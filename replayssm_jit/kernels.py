@@ -100,10 +100,11 @@ class StepKernel:
         self.spec, self.params, self._device = spec, spec.step_params, device
         self._kernel = load(spec.module("step", backend), device)
         self._backend = backend
+        self.constants(rows=1)  # a shape that does not fit the device is refused here, not at the first plan
 
     def constants(self, rows: int) -> dict[str, int]:
         """Fields that depend on the batch alone."""
-        heads_per_block = tactics.heads_per_block(self.spec, rows) if self._backend == "cuda" else 1
+        heads_per_block = tactics.heads_per_block(self.spec, rows, self._kernel.max_dynamic_smem) if self._backend == "cuda" else 1
         return {
             "rows": rows,
             "num_heads": self.spec.heads,

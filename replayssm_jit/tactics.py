@@ -64,11 +64,35 @@ def _round_up(value: int, step: int) -> int:
     return -(-value // step) * step
 
 
-def heads_per_block(spec: ReplaySpec, rows: int) -> int:
-    """Heads a block serves: as few as it takes to fill the device, more where the batch is large."""
-    slabs = spec.head_dim // 16
+def heads_per_block(spec: ReplaySpec, rows: int, smem_limit: int) -> int:
+    """Heads a block serves: as few as it takes to fill the device, more where the batch is large.
+
+    Parameters
+    ----------
+    spec : ReplaySpec
+        Shapes and precision.
+    rows : int
+        Rows of the batch.
+    smem_limit : int
+        Bytes of shared memory that a block of the device may take.
+
+    Raises
+    ------
+    ValueError
+        Not even one head fits.
+    """
+    if smem_bytes(spec, 1) > smem_limit:
+        raise ValueError(
+            f"head_dim={spec.head_dim}, state_dim={spec.state_dim}, buffer_len={spec.buffer_len}, max_tokens={spec.max_tokens} and "
+            f"dtype={spec.dtype} need {smem_bytes(spec, 1)} bytes of shared memory a block, but this device has {smem_limit}; "
+            "a smaller buffer_len needs less"
+        )
     ratio = spec.heads // spec.groups_
-    return min(ratio, HEADS_MAX, max(1, WARPS // slabs) if rows < 16 else 4)
+    most = 1 if rows * spec.heads < 2048 else 2 if rows * spec.heads < 8192 else 4
+    heads = min(ratio, HEADS_MAX, max(most, WARPS * 16 // spec.head_dim))
+    while heads > 1 and smem_bytes(spec, heads) * min_blocks(spec) > smem_limit:
+        heads -= 1
+    return heads
 
 
 def standard_grid(spec: ReplaySpec, rows: int) -> tuple[int, int, int]:

@@ -1,49 +1,102 @@
 // Fragments of activations in shared memory, and the two products of a step with the state.
 // Uses the constants of the specialization (step_head.jinja).
 
-// A run of VEC consecutive activations of one row as bf16 pairs. As B fragment of a product over columns of the state, and as A
-// fragment of a Gram matrix, registers 2s and 2s+1 belong to step s (the order of k is that of planes.cuh).
-template <int VEC>
+// A run of VEC consecutive elements of a row as bf16 terms of pairs. As B fragment of a product over columns of the state, and as
+// A fragment of a Gram matrix, registers 2s and 2s+1 belong to step s (the order of k is that of planes.cuh).
+template <int VEC, int N_TERMS>
 struct Run {
-  u32 pair[ACT_TERMS][VEC / 2];
+  static constexpr int TERMS = N_TERMS;
+  u32 pair[TERMS][VEC / 2];
 
-  __device__ void load(const Act* from) {
-    if constexpr (sizeof(Act) == 4) {
+  __device__ void put(int i, float low, float high) {
+    u32 terms[TERMS];
+    split(low, high, terms);
 #pragma unroll
-      for (int i = 0; i < VEC; i += 4) {
-        float4 v = *reinterpret_cast<const float4*>(from + i);
-        put(i / 2, v.x, v.y);
-        put(i / 2 + 1, v.z, v.w);
-      }
-    } else {
-      u32 raw[VEC / 2];
-      if constexpr (VEC == 8) {
-        uint4 v = *reinterpret_cast<const uint4*>(from);
-        raw[0] = v.x, raw[1] = v.y, raw[2] = v.z, raw[3] = v.w;
-      } else {
-        uint2 v = *reinterpret_cast<const uint2*>(from);
-        raw[0] = v.x, raw[1] = v.y;
-      }
-#pragma unroll
-      for (int i = 0; i < VEC / 2; ++i) {
-        if constexpr (ACT_TERMS == 1)
-          pair[0][i] = raw[i];
-        else
-          put(i, low_fp16(raw[i]), high_fp16(raw[i]));
-      }
-    }
+    for (int n = 0; n < TERMS; ++n) pair[n][i] = terms[n];
   }
   __device__ void clear() {
 #pragma unroll
-    for (int n = 0; n < ACT_TERMS; ++n)
+    for (int n = 0; n < TERMS; ++n)
 #pragma unroll
       for (int i = 0; i < VEC / 2; ++i) pair[n][i] = 0;
   }
-  __device__ void put(int i, float low, float high) {
-    u32 terms[ACT_TERMS];
-    split(low, high, terms);
+  __device__ void b_fragment(u32 (&b)[TERMS][2], int step) const {
 #pragma unroll
-    for (int n = 0; n < ACT_TERMS; ++n) pair[n][i] = terms[n];
+    for (int n = 0; n < TERMS; ++n) b[n][0] = pair[n][2 * step], b[n][1] = pair[n][2 * step + 1];
+  }
+};
+
+template <int WORDS>
+__device__ __forceinline__ void load_words(u32 (&out)[WORDS], const void* from) {
+  if constexpr (WORDS == 4) {
+    const uint4 v = *static_cast<const uint4*>(from);
+    out[0] = v.x, out[1] = v.y, out[2] = v.z, out[3] = v.w;
+  } else {
+    static_assert(WORDS == 2, "a run has 4 or 8 elements of 16 bits");
+    const uint2 v = *static_cast<const uint2*>(from);
+    out[0] = v.x, out[1] = v.y;
+  }
+}
+
+// Rows of activations in shared memory, PITCH apart: exact operands, split into bf16 terms as they are read.
+struct ActRows {
+  static constexpr int TERMS = ACT_TERMS;
+  const Act* at;
+
+  __device__ ActRows row(int index) const { return {at + index * PITCH}; }
+
+  template <int VEC>
+  __device__ void load(Run<VEC, TERMS>& out, int column) const {
+    if constexpr (sizeof(Act) == 4) {
+#pragma unroll
+      for (int i = 0; i < VEC; i += 4) {
+        const float4 v = *reinterpret_cast<const float4*>(at + column + i);
+        out.put(i / 2, v.x, v.y);
+        out.put(i / 2 + 1, v.z, v.w);
+      }
+    } else if constexpr (TERMS == 1) {
+      load_words(out.pair[0], at + column);
+    } else {
+      u32 raw[VEC / 2];
+      load_words(raw, at + column);
+#pragma unroll
+      for (int i = 0; i < VEC / 2; ++i) out.put(i, low_fp16(raw[i]), high_fp16(raw[i]));
+    }
+  }
+};
+
+// Rows of floats in shared memory, FLOAT_PITCH apart, split into three terms as they are read.
+constexpr int FLOAT_PITCH = N + 4;
+struct FloatRows {
+  static constexpr int TERMS = 3;
+  const float* at;
+
+  __device__ FloatRows row(int index) const { return {at + index * FLOAT_PITCH}; }
+
+  template <int VEC>
+  __device__ void load(Run<VEC, TERMS>& out, int column) const {
+#pragma unroll
+    for (int i = 0; i < VEC; i += 4) {
+      const float4 v = *reinterpret_cast<const float4*>(at + column + i);
+      out.put(i / 2, v.x, v.y);
+      out.put(i / 2 + 1, v.z, v.w);
+    }
+  }
+};
+
+// Rows that were split when they were written: term n of row r at (n * ROWS + r) * SPLIT_PITCH.
+constexpr int SPLIT_PITCH = N + 8;
+template <int ROWS, int N_TERMS>
+struct SplitRows {
+  static constexpr int TERMS = N_TERMS;
+  const bf16* at;
+
+  __device__ SplitRows row(int index) const { return {at + index * SPLIT_PITCH}; }
+
+  template <int VEC>
+  __device__ void load(Run<VEC, TERMS>& out, int column) const {
+#pragma unroll
+    for (int n = 0; n < TERMS; ++n) load_words(out.pair[n], at + n * ROWS * SPLIT_PITCH + column);
   }
 };
 
@@ -98,27 +151,22 @@ struct Piece {
     }
   }
 
-  // acc[q] += (16 rows of the state) x (8 query columns). Queries are rows of PITCH activations; a tile's columns past the last
-  // query are computed from another row and never used.
-  template <int Q>
-  __device__ void multiply(float (&acc)[Q][4], const Act* queries, int piece, int lane) const {
-    const Act* row[Q];
-#pragma unroll
-    for (int q = 0; q < Q; ++q) row[q] = queries + min(q * 8 + lane / 4, MAX_TOKENS - 1) * PITCH + lane % 4 * Read::VEC;
+  // acc[q] += (16 rows of the state) x (8 columns): a lane brings the row of column lane / 4 of each tile.
+  template <int Q, typename Rows>
+  __device__ void multiply(float (&acc)[Q][4], const Rows (&column)[Q], int piece, int lane) const {
 #pragma unroll
     for (int i = 0; i < PIECE; ++i) {
-      Run<Read::VEC> query[Q];
+      Run<Read::VEC, Rows::TERMS> run[Q];
 #pragma unroll
-      for (int q = 0; q < Q; ++q) query[q].load(row[q] + (piece * PIECE + i) * 4 * Read::VEC);
+      for (int q = 0; q < Q; ++q) column[q].load(run[q], ((piece * PIECE + i) * 4 + lane % 4) * Read::VEC);
 #pragma unroll
       for (int s = 0; s < Read::VEC / 4; ++s) {
         u32 a[Read::TERMS][4];
         Read::fragment(a, top[i], bottom[i], s);
 #pragma unroll
         for (int q = 0; q < Q; ++q) {
-          u32 b[ACT_TERMS][2];
-#pragma unroll
-          for (int n = 0; n < ACT_TERMS; ++n) b[n][0] = query[q].pair[n][2 * s], b[n][1] = query[q].pair[n][2 * s + 1];
+          u32 b[Rows::TERMS][2];
+          run[q].b_fragment(b, s);
           mma_terms(acc[q], a, b);
         }
       }
@@ -135,35 +183,38 @@ __device__ __forceinline__ void prefetch_planes(const char* lane_row, i64 plane,
   for (int line = 0; line < 16 * STATE_PITCH / 128; line += 32) prefetch(unit + (line + lane) * 128);
 }
 
-// Gram tile: 8 keys against all queries, over N columns: gram[query * GRAM_PITCH + key], queries below `tokens` only.
-__device__ __forceinline__ void gram_tile(float* gram, const Act* queries, const Act* keys, int tokens, int lane) {
-  constexpr int VEC = 8;
+// Gram tile: up to 16 queries (8 unless WIDE) against 8 keys, over N columns: gram[query * pitch + key], for queries below
+// `queries` only. Queries are the rows of A, so a lane ends with two neighbouring keys of one query.
+template <bool WIDE, typename Queries, typename Keys>
+__device__ __forceinline__ void gram_tile(float* gram, int pitch, Queries query_rows, int queries, Keys key_rows, int lane) {
+  constexpr int VEC = 8, TERMS = Queries::TERMS;
   float acc[4] = {};
-  const Act* key_row = keys + lane / 4 * PITCH + lane % 4 * VEC;
-  const Act* query_row = queries + min(lane / 4, MAX_TOKENS - 1) * PITCH + lane % 4 * VEC;
-  const Act* query_row_8 = queries + min(8 + lane / 4, MAX_TOKENS - 1) * PITCH + lane % 4 * VEC;
+  const Keys key_row = key_rows.row(lane / 4);
+  const Queries query_row = query_rows.row(min(lane / 4, queries - 1)), query_row_8 = query_rows.row(min(8 + lane / 4, queries - 1));
 #pragma unroll 4
   for (int run = 0; run < N / (4 * VEC); ++run) {
-    Run<VEC> key, query, query_8;
-    key.load(key_row + run * 4 * VEC);
-    query.load(query_row + run * 4 * VEC);
-    if constexpr (TILES > 1) query_8.load(query_row_8 + run * 4 * VEC);
+    const int column = (run * 4 + lane % 4) * VEC;
+    Run<VEC, Keys::TERMS> key;
+    Run<VEC, TERMS> query, query_8;
+    key_row.load(key, column);
+    query_row.load(query, column);
+    if constexpr (WIDE) query_row_8.load(query_8, column);
 #pragma unroll
     for (int s = 0; s < VEC / 4; ++s) {
-      u32 a[ACT_TERMS][4], b[ACT_TERMS][2];
+      u32 a[TERMS][4], b[Keys::TERMS][2];
+      key.b_fragment(b, s);
 #pragma unroll
-      for (int n = 0; n < ACT_TERMS; ++n) {
+      for (int n = 0; n < TERMS; ++n) {
         a[n][0] = query.pair[n][2 * s], a[n][2] = query.pair[n][2 * s + 1];
-        a[n][1] = TILES > 1 ? query_8.pair[n][2 * s] : 0, a[n][3] = TILES > 1 ? query_8.pair[n][2 * s + 1] : 0;
-        b[n][0] = key.pair[n][2 * s], b[n][1] = key.pair[n][2 * s + 1];
+        a[n][1] = WIDE ? query_8.pair[n][2 * s] : 0, a[n][3] = WIDE ? query_8.pair[n][2 * s + 1] : 0;
       }
       mma_terms(acc, a, b);
     }
   }
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    int token = lane / 4 + i / 2 * 8;
-    if (token < tokens) gram[token * GRAM_PITCH + 2 * (lane % 4) + i % 2] = acc[i];
+    const int query = lane / 4 + i / 2 * 8;
+    if (query < queries) gram[query * pitch + 2 * (lane % 4) + i % 2] = acc[i];
   }
 }
 
@@ -224,44 +275,53 @@ __device__ __forceinline__ void store_rows(const Act* from, int pitch, int rows,
 
 // The fold of one warp's 16 rows: S <- decay S + sum_j a_j k_j^T, with a_j k_j^T through the matrix units in three bf16 terms
 // (two lose accuracy in the state) and the sum with S in fp32, because the matrix units truncate when they add.
-// `factors` holds a_j as A fragments of FOLD_STEPS steps of 16 entries; keys are rows of PITCH activations in shared memory,
-// of which those from `history` on may hold anything.
+// `factors` holds a_j as A fragments of FOLD_STEPS steps of 16 entries; rows of keys from `history` on may hold anything.
+// `decay(column)` is a factor of a column of the state.
 constexpr int FOLD_STEPS = (BUFFER_LEN + 15) / 16;
 constexpr int FOLD_BATCH = 2;  // runs of a row in flight at once: a whole 128-byte line
+constexpr int WHOLE_RUNS = N / (4 * Whole::VEC);
 
-__device__ __forceinline__ void fold(char* lane_row, float decay, const u32 (&factors)[FOLD_STEPS][3][4], const Act* keys, int history,
-                                     int lane) {
-  constexpr int VEC = Whole::VEC;
-  constexpr int WHOLE_RUNS = N / (4 * VEC);
-  constexpr int BATCH = FOLD_BATCH;
-  const u32 select = lane / 4 & 1 ? 0x7632 : 0x5410;
-  for (int first = 0; first < WHOLE_RUNS; first += BATCH) {
-    u32 raw[BATCH][2][Whole::LOADS][4];
+struct WholeBatch {
+  u32 raw[FOLD_BATCH][2][Whole::LOADS][4];
+
+  __device__ void load(const char* lane_row, int first) {
 #pragma unroll
-    for (int i = 0; i < BATCH; ++i)
+    for (int i = 0; i < FOLD_BATCH; ++i)
 #pragma unroll
       for (int row = 0; row < 2; ++row) Whole::load(raw[i][row], lane_row + (first + i) * RUN_BYTES + row * 8 * STATE_PITCH, PLANE_BYTES);
-    __syncwarp();  // all loads first: a load that sinks below the store of its line's other half waits for that store
+    __syncwarp();  // all loads first: one that sinks below the store of its line's other half waits for that store
+  }
+};
+
+template <typename Keys, typename Decay>
+__device__ __forceinline__ void fold(char* lane_row, const Decay& decay, const u32 (&factors)[FOLD_STEPS][3][4], Keys keys, int history,
+                                     int lane) {
+  constexpr int VEC = Whole::VEC;
+  const u32 select = lane / 4 & 1 ? 0x7632 : 0x5410;
+#pragma unroll 1
+  for (int first = 0; first < WHOLE_RUNS; first += FOLD_BATCH) {
+    WholeBatch whole;
+    whole.load(lane_row, first);
 #pragma unroll
-    for (int i = 0; i < BATCH; ++i) {
+    for (int i = 0; i < FOLD_BATCH; ++i) {
       float delta[VEC / 2][4] = {};
 #pragma unroll
       for (int s = 0; s < FOLD_STEPS; ++s) {
         if (16 * s >= history) break;
-        Run<VEC> key[4];
+        Run<VEC, Keys::TERMS> key[4];
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          int entry = 16 * s + 2 * (lane % 4) + e / 2 * 8 + e % 2;
+          const int entry = 16 * s + 2 * (lane % 4) + e / 2 * 8 + e % 2;
           if (entry < history)
-            key[e].load(keys + entry * PITCH + ((first + i) * 4 + lane / 8) * VEC);
+            keys.row(entry).load(key[e], ((first + i) * 4 + lane / 8) * VEC);
           else
             key[e].clear();
         }
 #pragma unroll
         for (int q = 0; q < VEC / 2; ++q) {
-          u32 b[ACT_TERMS][2];
+          u32 b[Keys::TERMS][2];
 #pragma unroll
-          for (int n = 0; n < ACT_TERMS; ++n) {
+          for (int n = 0; n < Keys::TERMS; ++n) {
             b[n][0] = __byte_perm(key[0].pair[n][q], key[1].pair[n][q], select);
             b[n][1] = __byte_perm(key[2].pair[n][q], key[3].pair[n][q], select);
           }
@@ -271,9 +331,10 @@ __device__ __forceinline__ void fold(char* lane_row, float decay, const u32 (&fa
 #pragma unroll
       for (int row = 0; row < 2; ++row) {
         float value[VEC];
-        Whole::decode(value, raw[i][row]);
+        Whole::decode(value, whole.raw[i][row]);
 #pragma unroll
-        for (int e = 0; e < VEC; ++e) value[e] = fmaf(value[e], decay, delta[e / 2][row * 2 + e % 2]);
+        for (int e = 0; e < VEC; ++e)
+          value[e] = fmaf(value[e], decay(((first + i) * 4 + lane % 4) * VEC + e), delta[e / 2][row * 2 + e % 2]);
         Whole::store(lane_row + (first + i) * RUN_BYTES + row * 8 * STATE_PITCH, PLANE_BYTES, value);
       }
     }
