@@ -1,126 +1,283 @@
-"""What is measured: each contender turns a workload into launches over fresh data, ours and rivals alike.
+"""What is measured: a contender turns a cell's tensors into launches over cold data; ours here, others' in ``rivals.py``.
 
-A workload is one layer's step of a batch in the steady state: row r holds a history of ``T (1 + (r + phase) mod k)`` tokens,
-``k = floor(L / T)`` steps being a flush cycle at full acceptance. One launch then carries its share of flushes; where the batch
-has fewer rows than the cycle has phases, launches of all phases are averaged.
+A cell is one layer's step of a batch: model, share of its heads, rows, new tokens a row, precision of the state. Its contenders
+take the same inputs and weights. Launch i works on its own slots, which together are several times the L2 cache, and the
+histories of all slots follow the stationary distribution of :mod:`replayssm_jit.traffic`: the launches of one pass carry their
+share of flushes, so their mean is the average over the flush cycle. Cursors stand still, so every pass does the same work.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import pairwise
 
 import torch
 
-from replayssm_jit import Mamba2Spec, ReplayCache, ReplaySpec, ReplayWrapper
-from replayssm_jit.specs import DeltaSpec
+from replayssm_jit import ReplayCache, ReplaySpec, ReplayWrapper, models, synthetic
+from replayssm_jit.jit import ModuleSpec
 from replayssm_jit.standard import StandardKernel
+from replayssm_jit.traffic import Steady, steady
 
-Launch = Callable[[], object]
-DEVICE = "cuda"
+DEVICE = torch.device("cuda", 0)
+COLD_BYTES = 600e6  # of state in all launches of a pass: ten times the L2 of a Hopper GPU
+MAX_LAUNCHES = 768
+PHASES = 64  # rows of a pass, at least: as many as the longest cycle has steps
+BUFFER_LENS = (16, 32, 64)
+
+Launch = Callable[[], torch.Tensor]
+
+#: Formats of the checkpoint: (checkpoint_dtype, read_dtype).
+FORMATS = {
+    "fp32/bf16": (torch.float32, torch.bfloat16),
+    "fp32": (torch.float32, torch.float32),
+    "int16/int8": (torch.int16, torch.int8),
+    "bf16": (torch.bfloat16, torch.bfloat16),
+}
+#: Formats that compete in a cell, by the dtype of its standard kernels' state.
+COMPETING = {"fp32": ("fp32/bf16", "fp32", "int16/int8"), "bf16": ("bf16",)}
+
+#: Acceptance histograms by name: chance of keeping 0..T tokens.
+HISTOGRAM = (0.0, 0.15, 0.20, 0.25, 0.40)
+
+
+def acceptances(tokens: int) -> dict[str, tuple[float, ...]]:
+    """Histograms that are measured for T tokens: every draft kept, and for T=4 a typical one."""
+    return {"full": (0.0,) * tokens + (1.0,)} | ({"histogram": HISTOGRAM} if tokens == len(HISTOGRAM) - 1 else {})
 
 
 @dataclass(frozen=True)
-class Workload:
-    """One layer's step: a spec, a batch, new tokens a row, and how many distinct layers to rotate over."""
+class Cell:
+    """One point of the matrix.
 
-    spec: ReplaySpec
+    Parameters
+    ----------
+    model : str
+        Published model.
+    shards : int
+        Tensor-parallel size: the cell has one share of the heads.
+    rows, tokens : int
+        Batch, and new tokens of every row.
+    state : {"fp32", "bf16"}
+        Dtype of the standard kernels' state.
+    """
+
+    model: str
+    shards: int
     rows: int
     tokens: int
-    launches: int
+    state: str
 
     @property
-    def cycle(self) -> int:
-        """Steps from flush to flush at full acceptance."""
-        return self.spec.buffer_len // self.tokens
+    def name(self) -> str:
+        """Name of the cell's file."""
+        return f"{self.model}-tp{self.shards}-b{self.rows}-t{self.tokens}-{self.state}"
 
-    def histories(self, phase: int) -> torch.Tensor:
-        """History of each row, int32."""
-        return (self.tokens * (1 + (torch.arange(self.rows) + phase) % self.cycle)).to(torch.int32)
-
-
-def inputs(spec: ReplaySpec, rows: int, tokens: int) -> dict[str, torch.Tensor]:
-    """Random inputs of a step."""
-    made = {}
-    for item in spec.inputs:
-        if item.optional:
-            continue
-        made[item.name] = torch.randn(rows, tokens, *spec.shape(item.outer, item.inner), device=DEVICE).to(spec.dtype_of(item.dtype))
-    return made
+    def spec(self, state_format: str, buffer_len: int = BUFFER_LENS[0]) -> ReplaySpec:
+        """Spec of a format; raises ValueError where the kernels do not cover it."""
+        checkpoint, read = FORMATS[state_format]
+        options = {"buffer_len": buffer_len, "max_tokens": self.tokens, "checkpoint_dtype": checkpoint, "read_dtype": read}
+        spec = models.by_name(self.model).spec(**options)
+        groups = "groups" if spec.family == "mamba2" else "key_heads"
+        return replace(spec, heads=spec.heads // self.shards, **{groups: spec.groups_ // self.shards})
 
 
-def weights(spec: ReplaySpec) -> dict[str, torch.Tensor]:
-    """Random weights of a layer: decays between slow and fast."""
-    heads = spec.heads
-    if isinstance(spec, Mamba2Spec):
-        return {"A": -torch.rand(heads, device=DEVICE) - 0.1, "D": torch.randn(heads, device=DEVICE), "dt_bias": torch.randn(heads, device=DEVICE)}
-    dt_bias = torch.randn(*spec.shape(*spec.weights[1].dims), device=DEVICE)
-    return {"A_log": torch.rand(heads, device=DEVICE), "dt_bias": dt_bias}
+class Tensors:
+    """What the contenders of a cell share.
+
+    Attributes
+    ----------
+    weights : dict
+        Of the layer, float32.
+    inputs : list of dict
+        Of each launch, ``[rows, T, ...]``.
+    slots : torch.Tensor
+        int32 ``[launches, rows]``: the slots of each launch.
+    """
+
+    def __init__(self, cell: Cell) -> None:
+        self.cell, self.spec = cell, cell.spec(cell.state)
+        rows, tokens = cell.rows, cell.tokens
+        wanted = COLD_BYTES / (rows * self.spec.state_elements * self.spec.checkpoint_dtype.itemsize)
+        self.passes = max(1, PHASES // rows)  # launches that together hold every phase
+        launches = -(-min(max(wanted, 2), MAX_LAUNCHES) // self.passes) * self.passes
+        self.slots = torch.arange(int(launches) * rows, dtype=torch.int32, device=DEVICE).view(-1, rows)
+        self.generator = torch.Generator(DEVICE).manual_seed(0)
+        self.weights = synthetic.weights(self.spec, self.generator)
+        self._state = self.random(*self.spec.shape("H", "P", "N")) * 0.1
+        pools = {
+            item.name: self.random(*self.slots.shape, tokens, *self.spec.shape(item.outer, item.inner)).to(self.spec.dtype_of(item.dtype))
+            for item in self.spec.inputs
+            if not item.optional
+        }
+        self.inputs = [{name: pool[i] for name, pool in pools.items()} for i in range(len(self.slots))]
+
+    def random(self, *shape: int) -> torch.Tensor:
+        """Standard normal values, float32."""
+        return torch.randn(shape, generator=self.generator, device=DEVICE)
+
+    def states(self, copies: int = 1) -> torch.Tensor:
+        """States of all slots, ``copies`` places for each: ``[slots * copies, H, P, N]``, dtype of the cell."""
+        count = self.slots.numel() * copies
+        state = torch.empty(count, *self._state.shape, dtype=self.spec.checkpoint_dtype, device=DEVICE)
+        return state.copy_(self._state)
+
+    def fill(self, cache: ReplayCache) -> None:
+        """Plausible checkpoints and rings."""
+        everyone = self.slots.view(-1)
+        cache.load_state(0, everyone, self._state.expand(len(everyone), *self._state.shape))
+        layer = cache.layers[0]
+        for name, tensor in layer.items():
+            if name in ("ring_d", "ring_beta"):
+                tensor.uniform_(0.0, 0.1)
+            elif name == "ring_g":
+                tensor.uniform_(-0.1, 0.0)
+            elif name.startswith("ring_"):
+                tensor.normal_()
+        if "ring_k_norm" in layer:
+            norm = torch.linalg.vector_norm(layer["ring_k"], dim=-1, dtype=torch.float32)
+            layer["ring_k_norm"].copy_(norm.square_().add_(1e-6).rsqrt_())
+
+    def outputs(self) -> torch.Tensor:
+        """Outputs of all launches, NaN until they are written."""
+        shape = (*self.slots.shape, self.cell.tokens, *self.spec.shape("H", "P"))
+        return torch.full(shape, float("nan"), dtype=self.spec.dtype, device=DEVICE)
+
+    def histories(self, phases: Steady) -> torch.Tensor:
+        """History of every slot, int32."""
+        found = torch.tensor(phases.phases(self.passes * self.cell.rows), dtype=torch.int32, device=DEVICE)
+        return found.repeat(len(self.slots) // self.passes)
+
+    def snapshots(self) -> torch.Tensor:
+        """int32 ``[launches, rows, T]``: a place for the state after each token; rows start from the last one of the step before."""
+        places = torch.arange(self.slots.numel() * self.cell.tokens, dtype=torch.int32, device=DEVICE)
+        return places.view(*self.slots.shape, self.cell.tokens)
 
 
-def replay(work: Workload) -> list[Launch]:
-    """Our replay kernel."""
-    spec = work.spec
-    phases = min(work.cycle, work.launches) if work.rows < work.cycle else 1
+@dataclass(frozen=True)
+class Contender:
+    """A kernel in a cell.
+
+    Parameters
+    ----------
+    maker : str
+        ``ours``, or the package it comes from.
+    kernel : {"replay", "standard", "snapshots", "last state"}
+        ``standard`` reads and writes the state once, T = 1; ``snapshots`` also keeps the state after every draft, so that the
+        rejected can be dropped; ``last state`` cannot drop any.
+    state : str
+        Format of the state.
+    variants : mapping
+        Ways to run it; the fastest counts.
+    bytes : float
+        That its launch moves, as the spec counts: state and ring, not inputs and outputs.
+    buffer_len : int, optional
+        L of a replay kernel.
+    acceptance : str
+        Histogram that the histories follow.
+    modules : tuple of ModuleSpec
+        To compile beforehand.
+    unsupported : str
+        Why it cannot run; it has no variants then.
+    """
+
+    maker: str
+    kernel: str
+    state: str
+    variants: Mapping[str, Callable[[Tensors], list[Launch]]]
+    bytes: float = 0.0
+    buffer_len: int | None = None
+    acceptance: str = "full"
+    modules: tuple[ModuleSpec, ...] = field(default=(), repr=False)
+    unsupported: str = ""
+
+
+def ours(cell: Cell) -> list[Contender]:
+    """Our standard kernel, and replay in every format and buffer length."""
+    spec = cell.spec(cell.state)
+    kernel = "standard" if cell.tokens == 1 else "snapshots"
+    moved = cell.rows * spec.standard_step_bytes(cell.tokens)
+    found = [Contender("ours", kernel, cell.state, {"": _standard}, moved, modules=(spec.module("standard", "cuda"),))]
+    for state_format in COMPETING[cell.state]:
+        for buffer_len in BUFFER_LENS:
+            try:
+                spec = cell.spec(state_format, buffer_len)
+            except ValueError as error:
+                found.append(Contender("ours", "replay", state_format, {}, unsupported=str(error)))
+                break
+            modules = (spec.module("step", "cuda"),)
+            for name, histogram in acceptances(cell.tokens).items():
+                phases = steady(buffer_len, cell.tokens, histogram)
+                moved = cell.rows * spec.step_bytes(cell.tokens, phases.mean_history, phases.flush_share)
+                build = partial(_replay, spec=spec, phases=phases)
+                found.append(Contender("ours", "replay", state_format, {"": build}, moved, buffer_len, name, modules))
+    return found
+
+
+def _replay(tensors: Tensors, spec: ReplaySpec, phases: Steady) -> list[Launch]:
+    cache = ReplayCache.allocate(spec, 1, tensors.slots.numel(), DEVICE)
+    cache.set_weights(0, **tensors.weights)
+    tensors.fill(cache)
+    cache.history.copy_(tensors.histories(phases))
+    cache.ring_start.random_(spec.ring_len)
     launches: list[Launch] = []
-    for phase in range(phases):
-        cache = ReplayCache.allocate(spec, max(1, work.launches // phases), work.rows, DEVICE)
-        cache.history.copy_(work.histories(phase))
-        cache.ring_start.copy_(torch.randint(0, spec.ring_len, (work.rows,)))
+    for slots, given, out in zip(tensors.slots, tensors.inputs, tensors.outputs(), strict=True):
         wrapper = ReplayWrapper(cache)
-        wrapper.plan(list(range(work.rows)), work.tokens)
-        for index, layer in enumerate(cache.layers):
-            fill(spec, layer)
-            cache.set_weights(index, **weights(spec))
-            given = inputs(spec, work.rows, work.tokens)
-            out = torch.empty(work.rows, work.tokens, *spec.shape("H", "P"), device=DEVICE, dtype=spec.dtype)
-            launches.append(lambda w=wrapper, i=index, g=given, o=out: w.run(i, out=o, **g))  # type: ignore[misc]
+        wrapper.plan(slots, tensors.cell.tokens)
+        launches.append(partial(wrapper.run, 0, out=out, **given))
     return launches
 
 
-def fill(spec: ReplaySpec, layer: dict[str, torch.Tensor]) -> None:
-    """Plausible contents of a layer's cache tensors."""
-    for name, tensor in layer.items():
-        tensor.normal_() if name not in ("ring_d", "ring_g", "ring_beta", "ring_k_norm") else tensor.uniform_(0.0, 0.1)
-    if "ring_g" in layer:
-        layer["ring_g"].neg_()
-    if isinstance(spec, DeltaSpec):
-        layer["ring_k_norm"].copy_(layer["ring_k"].float().square().sum(-1).add(1e-6).rsqrt())
-        layer["state"].mul_(0.1)
-
-
-def standard(work: Workload) -> list[Launch]:
-    """Our standard kernel, which reads and writes the state at every token."""
-    spec = replace(work.spec, read_dtype=work.spec.checkpoint_dtype)
-    kernel = StandardKernel(spec, torch.device(DEVICE, 0))
-    slots = torch.arange(work.rows, dtype=torch.int32, device=DEVICE)
+def _standard(tensors: Tensors) -> list[Launch]:
+    kernel = StandardKernel(tensors.spec, DEVICE)
+    state = tensors.states(tensors.cell.tokens)
     launches: list[Launch] = []
-    for _ in range(work.launches):
-        state = torch.randn(work.rows, *spec.shape("H", "P", "N"), device=DEVICE, dtype=spec.checkpoint_dtype)
-        out = torch.empty(work.rows, work.tokens, *spec.shape("H", "P"), device=DEVICE, dtype=spec.dtype)
-        given = {**inputs(spec, work.rows, work.tokens), **weights(spec)}
-        launches.append(kernel.prepare(state, slots, out=out, tensors=given))
+    for places, given, out in zip(tensors.snapshots(), tensors.inputs, tensors.outputs(), strict=True):
+        run = kernel.prepare(state, places[:, -1].contiguous(), places, out=out, tensors={**given, **tensors.weights})
+        launches.append(partial(_then, run, out))
     return launches
 
 
-def time_graph(launches: list[Launch], repeats: int = 20) -> tuple[float, float]:
-    """Median and 95th percentile of one launch, in microseconds: all launches in one CUDA graph, over cold data."""
+def _then(run: Callable[[], None], out: torch.Tensor) -> torch.Tensor:
+    run()
+    return out
+
+
+def check(launches: list[Launch]) -> None:
+    """Run every launch once and refuse outputs that are not finite."""
+    finite = torch.ones((), dtype=torch.bool, device=DEVICE)
+    for launch in launches:
+        finite &= torch.isfinite(launch()).all()
+    if not finite:
+        raise ArithmeticError("outputs are not finite")
+
+
+def time_graph(launches: list[Launch], repeats: int = 15, least_us: float = 1500.0) -> tuple[float, float]:
+    """Median and 95th percentile of one launch, in microseconds.
+
+    All launches are one CUDA graph, several times over where they are few; replays follow each other without a gap, and each
+    sample is the mean over one replay.
+    """
+    torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 3)]
+        marks[0].record()
         for launch in launches:
             launch()
-        stream.synchronize()
+        marks[1].record()
+        marks[1].synchronize()
+        passes = int(min(16, max(1, least_us / (marks[0].elapsed_time(marks[1]) * 1e3))))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
-            for launch in launches:
-                launch()
-        samples = []
-        for _ in range(repeats + 2):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
+            for _ in range(passes):
+                for launch in launches:
+                    launch()
+        for mark in marks:
+            mark.record()
             graph.replay()
-            end.record()
-            end.synchronize()
-            samples.append(begin.elapsed_time(end) * 1e3 / len(launches))
-    samples = sorted(samples[2:])
+        stream.synchronize()
+    warm = marks[2:]
+    samples = sorted(a.elapsed_time(b) * 1e3 / (passes * len(launches)) for a, b in pairwise(warm))
     return samples[len(samples) // 2], samples[int(len(samples) * 0.95)]
