@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 from .errors import DriverError, UnsupportedDeviceError
@@ -15,7 +16,7 @@ except ImportError as error:
     raise DriverError(f"cuda-python is not installed ({error}): pip install 'replayssm-jit[cu13]' or [cu12]") from error
 
 _OLDEST = (8, 0)
-_MAX_CACHED_BUFFERS = 65536
+_MAX_CALLS = 8192
 
 
 def current_device() -> int:
@@ -67,9 +68,7 @@ class CudaKernel:
             self.max_dynamic_smem = self._allow_all_smem(handle)
         finally:
             cu.cuCtxPopCurrent()
-        self._address = int(self._function)
-        self._launch = _launch_function()
-        self._params: dict[int, Any] = {}
+        self._calls: dict[tuple[int, tuple[int, int, int], int, int, int], Callable[[], int]] = {}
 
     def _allow_all_smem(self, device: Any) -> int:
         """Let a launch ask for all the shared memory that a block may have; also loads the code now, not inside a capture."""
@@ -91,29 +90,42 @@ class CudaKernel:
         DriverError
             The driver refused the launch.
         """
-        params = self._params.get(buffer_address)
-        if params is None:
-            params = self._params_at(buffer_address)
-        x, y, z = grid
-        result = self._launch(self._address, x, y, z, block, 1, 1, smem, stream, params, None)
+        key = (buffer_address, grid, block, smem, stream)
+        call = self._calls.get(key)
+        if call is None:
+            call = self._prepare(*key)
+        result = call()
         if result:
             raise DriverError(f"{self.entry.name}: launching grid={grid} block={block} smem={smem} failed: {cu.CUresult(result).name}")
 
-    def _params_at(self, buffer_address: int) -> Any:
-        """The driver's array of pointers to parameters: one pointer, to the struct."""
-        if len(self._params) >= _MAX_CACHED_BUFFERS:
-            self._params = {}
-        params = self._params[buffer_address] = (ctypes.c_void_p * 1)(buffer_address)
-        return params
+    def _prepare(self, buffer_address: int, grid: tuple[int, int, int], block: int, smem: int, stream: int) -> Callable[[], int]:
+        """A launch with all its arguments converted: converting them again would cost more than the driver's own part."""
+        config = _LaunchConfig(*grid, block, 1, 1, smem, stream, None, 0)
+        params = (ctypes.c_void_p * 1)(buffer_address)  # the driver's array of pointers to parameters: one, to the struct
+        call: Callable[[], int] = partial(_launch_function(), ctypes.byref(config), ctypes.c_void_p(int(self._function)), params, None)
+        if len(self._calls) >= _MAX_CALLS:
+            self._calls = {}
+        self._calls[buffer_address, grid, block, smem, stream] = call
+        return call
+
+
+class _LaunchConfig(ctypes.Structure):
+    """``CUlaunchConfig``."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "smem")),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("num_attributes", ctypes.c_uint),
+    )
 
 
 @cache
 def _launch_function() -> Any:
-    """``cuLaunchKernel`` through ctypes, which costs a fraction of the bindings' own call."""
+    """``cuLaunchKernelEx`` through ctypes: with prepared arguments it costs a fraction of the bindings' own call."""
     flags = cu.CUdriverProcAddress_flags.CU_GET_PROC_ADDRESS_DEFAULT
-    address, _ = _checked("cuGetProcAddress", cu.cuGetProcAddress(b"cuLaunchKernel", 12000, flags))
-    u32, pointer = ctypes.c_uint, ctypes.c_void_p
-    return ctypes.CFUNCTYPE(ctypes.c_int, pointer, *[u32] * 7, pointer, pointer, pointer)(int(address))
+    address, _ = _checked("cuGetProcAddress", cu.cuGetProcAddress(b"cuLaunchKernelEx", 12000, flags))
+    return ctypes.CFUNCTYPE(ctypes.c_int)(int(address))  # no argument types: the checks would cost as much as the call
 
 
 @cache

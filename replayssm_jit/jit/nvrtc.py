@@ -16,8 +16,12 @@ _WHEEL = re.compile(r"(nvidia_cuda_nvrtc(?:_cu\d+)?|cuda_bindings)-([^-]+)\.dist
 
 
 def options(arch: str, lineinfo: bool) -> list[str]:
-    """Options of one compile; part of the module's key."""
-    chosen = [f"--gpu-architecture={arch}", "-std=c++17", "--ptxas-options=-v"]
+    """Options of one compile; part of the module's key.
+
+    NVRTC's own cache is off: what it answers from there comes without the log that tells registers and spills. Lambdas
+    are device functions without saying so, which versions before 13.5 otherwise refuse.
+    """
+    chosen = [f"--gpu-architecture={arch}", "-std=c++17", "-default-device", "--ptxas-options=-v", "--no-cache"]
     return [*chosen, "-lineinfo"] if lineinfo else chosen
 
 
@@ -97,10 +101,10 @@ def compile(name: str, source: str, opts: list[str]) -> Compiled:
 
 
 def _supported(opts: list[str]) -> list[str]:
-    # Family targets (sm_100f) came with NVRTC 12.9; before it the plain target serves the same devices.
+    # Family targets (sm_100f) and the cache came with NVRTC 12.9; before it the plain target serves the same devices.
     if _version() >= (12, 9):
         return opts
-    return [re.sub(r"^(--gpu-architecture=sm_\d+)f$", r"\1", option) for option in opts]
+    return [re.sub(r"^(--gpu-architecture=sm_\d+)f$", r"\1", option) for option in opts if option != "--no-cache"]
 
 
 def _resources(log: str) -> Resources:

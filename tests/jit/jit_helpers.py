@@ -31,7 +31,8 @@ extern "C" void kernel(const Params* p) {
 {% include "plus.h" %}
 extern "C" __global__ void kernel(const __grid_constant__ Params p) {
   int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i < p.count) ((int*)p.output)[i] = plus(((const int*)p.input)[i], {{ addend }});
+  auto add = [&](auto value) { return plus(value, {{ addend }}); };
+  if (i < p.count) ((int*)p.output)[i] = add(((const int*)p.input)[i]);
 }
 """,
     "templates/cuda/device.h": "#define inline __device__ inline\n",

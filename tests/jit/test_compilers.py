@@ -1,5 +1,6 @@
 """NVRTC and the host's compiler: what they produce, and how they fail."""
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -93,8 +94,19 @@ def test_family_targets_before_nvrtc_knew_them(monkeypatch):
     opts = nvrtc.options("sm_100f", False)
     monkeypatch.setattr(nvrtc, "_version", lambda: (12, 8))
     assert nvrtc._supported(opts)[0] == "--gpu-architecture=sm_100"
+    assert "--no-cache" not in nvrtc._supported(opts)
     monkeypatch.setattr(nvrtc, "_version", lambda: (12, 9))
     assert nvrtc._supported(opts)[0] == "--gpu-architecture=sm_100f"
+    assert "--no-cache" in nvrtc._supported(opts)
+
+
+@needs_nvrtc
+def test_resources_are_told_at_every_compile(home, tmp_path):
+    """NVRTC may answer from a cache of its own, and says nothing then."""
+    for turn in range(3):
+        fresh(home, "cuda", 1, REPLAYSSM_CACHE_DIR=str(tmp_path / f"cache{turn}"))
+        (meta,) = (json.loads(path.read_text()) for path in tmp_path.glob(f"cache{turn}/*/module.json"))
+        assert meta["resources"]["registers"] > 0
 
 
 @pytest.mark.parametrize("backend", ["cpu", pytest.param("cuda", marks=needs_nvrtc)])
