@@ -10,17 +10,13 @@ INLINE vu bf16_round(vu bits) {  // nearest even, in the upper half; NaN stays N
   return select(nan, bits | 0x00400000u, rounded) & 0xffff0000u;
 }
 
-#if defined(__AVX512F__) || defined(__F16C__)
-#include <immintrin.h>
-#endif
-
 INLINE vf half_to_float(vh h) {
 #if defined(__AVX512F__)
   return (vf)_mm512_cvtph_ps((__m256i)h);
 #elif defined(__F16C__)
   return (vf)_mm256_cvtph_ps((__m128i)h);
 #else
-  const vu w = __builtin_convertvector(h, vu);
+  const vu w = widen(h);
   const vf scaled = as_float((w & 0x7fffu) << 13) * 0x1p112f;  // moves the exponent's bias; exact, denormals too
   const vi special = (vi)((w & 0x7c00u) == 0x7c00u);
   return as_float(select(special, as_bits(scaled) | 0x7f800000u, as_bits(scaled)) | ((w & 0x8000u) << 16));
@@ -40,7 +36,7 @@ INLINE vh float_to_half(vf x) {  // nearest even
   vu h = select((vi)(bits < 0x38800000u), denormal, normal);
   h = select((vi)(bits >= 0x477ff000u), vu{} + 0x7c00u, h);
   h = select((vi)(bits > 0x7f800000u), vu{} + 0x7e00u, h);
-  return __builtin_convertvector(h | (sign >> 16), vh);
+  return narrow(h | (sign >> 16));
 #endif
 }
 
@@ -48,6 +44,7 @@ INLINE vh float_to_half(vf x) {  // nearest even
 
 struct fp32 {
   typedef float T;
+  static INLINE float scalar(T x) { return x; }
   static constexpr bool split = false;
   static INLINE vf load(const T* p) { return ::load(p); }
   static INLINE void store(T* p, vf v) { ::store(p, v); }
@@ -57,6 +54,7 @@ struct fp32 {
 
 struct fp16 {
   typedef uint16_t T;
+  static INLINE float scalar(T x) { return half_to_float(vh{} + x)[0]; }
   static constexpr bool split = false;
   static INLINE vf load(const T* p) { return half_to_float(load_as<vh>(p)); }
   static INLINE void store(T* p, vf v) { store_as(p, float_to_half(v)); }
@@ -66,9 +64,10 @@ struct fp16 {
 
 struct bf16 {
   typedef uint16_t T;
+  static INLINE float scalar(T x) { return as_float(vu{} + ((uint32_t)x << 16))[0]; }
   static constexpr bool split = true;
-  static INLINE vf load(const T* p) { return as_float(__builtin_convertvector(load_as<vh>(p), vu) << 16); }
-  static INLINE void store(T* p, vf v) { store_as(p, __builtin_convertvector(bf16_round(as_bits(v)) >> 16, vh)); }
+  static INLINE vf load(const T* p) { return as_float(widen(load_as<vh>(p)) << 16); }
+  static INLINE void store(T* p, vf v) { store_as(p, narrow(bf16_round(as_bits(v)) >> 16)); }
   static INLINE void load2(const T* p, vf& even, vf& odd) {
     vu w = load_as<vu>(p);
     KEEP(w);
@@ -76,13 +75,6 @@ struct bf16 {
   }
   static INLINE void store2(T* p, vf even, vf odd) { store_as(p, (bf16_round(as_bits(even)) >> 16) | bf16_round(as_bits(odd))); }
 };
-
-template <class F>
-INLINE float load_scalar(const void* p) {  // one element, without touching its neighbours
-  typename F::T buffer[VW] = {};
-  std::memcpy(buffer, p, sizeof(typename F::T));
-  return F::load(buffer)[0];
-}
 
 // ---- checkpoints -------------------------------------------------------------------------------------------------------
 // `head` is the block of one (slot, head), `e` the element's offset in it, a multiple of 2 VW.
@@ -95,6 +87,7 @@ struct OnePlane {
   static constexpr int whole_bytes = sizeof(typename F::T);   // an element of the checkpoint
   static INLINE void read(const char* head, int e, vf& a, vf& b) { F::load2((const typename F::T*)head + e, a, b); }
   static INLINE void whole(const char* head, int e, vf& a, vf& b) { read(head, e, a, b); }
+  static INLINE void prefetch(const char* head, int e, int count) { ::prefetch(head + e * whole_bytes, count * whole_bytes); }
   template <bool FINITE>
   static INLINE void write(char* head, int e, vf a, vf b) {
     F::store2((typename F::T*)head + e, a, b);
@@ -117,6 +110,10 @@ struct TwoPlanes {
     even = as_float((hi << 16) + (vu)((lo << 16) >> 16));
     odd = as_float((hi & 0xffff0000u) + (vu)(lo >> 16));
   }
+  static INLINE void prefetch(const char* head, int e, int count) {
+    ::prefetch(head + 2 * e, 2 * count);
+    ::prefetch(head + 2 * elements + 2 * e, 2 * count);
+  }
   static INLINE vu canonical(vf v) {
     const vu bits = as_bits(v);
     return select((vi)((bits & 0x7fffffffu) > 0x7f800000u), (bits & 0x80000000u) | 0x7fc00000u, bits);
@@ -133,8 +130,10 @@ struct TwoPlanes {
 template <class State, class F>
 INLINE void columns(const typename F::T* src, float* dst, int count) {
   for (int n = 0; n < count; n += 2 * VW) {
-    vf a = F::load(src + n), b = F::load(src + n + VW);
-    if (State::split) deinterleave(a, b);
+    vf a, b;
+    F::load2(src + n, a, b);
+    if (State::split && !F::split) deinterleave(a, b);
+    if (!State::split && F::split) interleave(a, b);
     store(dst + n, a), store(dst + n + VW, b);
   }
 }

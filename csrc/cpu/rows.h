@@ -6,13 +6,9 @@ struct Row {
   int padded;        // output rows to zero after the row's tokens
   long long batch;   // index along the row axis of the inputs
   int start, history;
+  int seen;  // history and the step's own tokens
   bool flush;
-
-  // Physical place of entry j, history first, then the step's own tokens.
-  INLINE int place(int j) const {
-    const int i = start + j;
-    return i >= RING_LEN ? i - RING_LEN : i;
-  }
+  int place[WINDOW];  // where entry j lies in the ring, history first
 };
 
 static Row read_row(const Params* p, long long r) {
@@ -25,7 +21,7 @@ static Row read_row(const Params* p, long long r) {
   row.tokens = row.tokens < 0 ? 0 : row.tokens > MAX_TOKENS ? MAX_TOKENS : row.tokens;
   row.padded = cu ? row.tokens : p->tokens;
   row.batch = cu ? cu[r] : r;
-  row.start = row.history = 0;
+  row.start = row.history = row.seen = 0;
   row.flush = false;
   if (row.slot < 0) {
     row.tokens = 0;
@@ -39,16 +35,17 @@ static Row read_row(const Params* p, long long r) {
   } else {
     row.flush = row.tokens > 0 && row.history + row.tokens > BUFFER_LEN;
   }
+  row.seen = row.history + row.tokens;
+  for (int j = 0; j < row.seen; j++) row.place[j] = row.start + j < RING_LEN ? row.start + j : row.start + j - RING_LEN;
   return row;
 }
 
 // Asks for the lines of the ring's entries that a step will touch: a short random access, so the hardware does not foresee it.
 // `stride` is the bytes of an entry.
 INLINE void prefetch_ring(const Row& row, const void* ring, int stride) {
-  const int seen = row.history + row.tokens;
   const int to_end = RING_LEN - row.start;
-  const int straight = seen < to_end ? seen : to_end;
+  const int straight = row.seen < to_end ? row.seen : to_end;
   const char* base = (const char*)ring;
-  for (int i = 0; i < straight * stride; i += 64) __builtin_prefetch(base + row.start * stride + i);
-  for (int i = 0; i < (seen - straight) * stride; i += 64) __builtin_prefetch(base + i);
+  prefetch(base + row.start * stride, straight * stride);
+  prefetch(base, (row.seen - straight) * stride);
 }

@@ -44,7 +44,7 @@ struct Place {
       a = ::load(kept + e), b = ::load(kept + e + VW);
   }
   INLINE void store(int e, vf a, vf b) const {
-    if (to) State::write(to, e, a, b);
+    if (to) State::write<false>(to, e, a, b);
     if (!LAST) ::store(kept + e, a), ::store(kept + e + VW, b);
   }
 };

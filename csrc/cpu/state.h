@@ -22,7 +22,7 @@ struct ReadPlane {
   INLINE ReadPlane from(int e) const { return {head + e * State::read_bytes, ahead + e * State::read_bytes}; }
   INLINE void operator()(int e, vf& a, vf& b) const {
     State::read(head, e, a, b);
-    if (PFL) UNROLL for (int i = 0; i < 2 * VW * State::read_bytes; i += 64) __builtin_prefetch(ahead + e * State::read_bytes + i,0,PFL);
+    prefetch(ahead + e * State::read_bytes, 2 * VW * State::read_bytes);
   }
 };
 template <class State>
@@ -111,10 +111,10 @@ INLINE void fold_rows(char* rows, const char* ahead, const float* decay, const f
           UNROLL for (int w = 0; w < WIDE; w++) s[r][w] += a * b[w];
         }
       }
-      vf zero = {};  // stays zero unless some number is infinite or NaN
+      vf zero[WIDE] = {};  // stay zero unless some number is infinite or NaN
       UNROLL for (int r = 0; r < TILE_ROWS; r++)
-        UNROLL for (int w = 0; w < WIDE; w++) zero += s[r][w] * 0.0f;
-      if (all_zero(zero))
+        UNROLL for (int w = 0; w < WIDE; w++) zero[w] += s[r][w] * 0.0f;
+      if (all_zero((zero[0] + zero[1]) + (zero[2] + zero[3])))
         UNROLL for (int r = 0; r < TILE_ROWS; r++)
           UNROLL for (int w = 0; w < WIDE; w += 2) State::template write<true>(at, r * N + w * VW, s[r][w], s[r][w + 1]);
       else
@@ -123,12 +123,13 @@ INLINE void fold_rows(char* rows, const char* ahead, const float* decay, const f
     }
 }
 
-// out[p] += sum_j weight[j] rows[j][p], rows in the activation dtype, oldest first.
+// y[p] = decay product[p] + sum_j weight[j] rows[place[j]][p] for the P rows of a head, oldest first.
 template <class F, int P>
-INLINE void mix_rows(const typename F::T* const* rows, const float* weight, int count, float* out) {
-  for (int p = 0; p < P; p += VW) {
-    vf acc = load(out + p);
-    for (int j = 0; j < count; j++) acc += weight[j] * F::load(rows[j] + p);
-    store(out + p, acc);
+INLINE void mix_rows(float decay, const float* product, const float* weight, const typename F::T* rows, const int* place, int count, vf* y) {
+  UNROLL for (int i = 0; i < P / VW; i++) y[i] = decay * load(product + i * VW);
+  for (int j = 0; j < count; j++) {
+    const vf w = splat(weight[j]);
+    const typename F::T* row = rows + place[j] * P;
+    UNROLL for (int i = 0; i < P / VW; i++) y[i] += w * F::load(row + i * VW);
   }
 }

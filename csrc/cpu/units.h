@@ -1,10 +1,11 @@
 // Work is handed out in units of consecutive heads of one row, so that a thread walks contiguous memory and what a group of heads
 // shares is computed once. Units are taken in order as threads become free; each depends on nothing but itself.
 
-// Heads a unit covers: many, but enough units to keep the threads evenly busy.
+// Heads a unit covers: many, but enough units to keep several threads evenly busy.
 INLINE int unit_heads(const Params* p) {
-  int heads = 16;
-  while (heads > 1 && (long long)p->rows * ((p->num_heads + heads - 1) / heads) < 4LL * p->threads) heads /= 2;
+  int heads = 32;
+  if (p->threads > 1)
+    while (heads > 1 && (long long)p->rows * ((p->num_heads + heads - 1) / heads) < 8LL * p->threads) heads /= 2;
   return heads;
 }
 

@@ -1,10 +1,14 @@
-// Vectors of the CPU backend: GCC/Clang vector extensions, as wide as the target's registers, no intrinsics.
+// Vectors of the CPU backend: GCC/Clang vector extensions, as wide as the target's registers, intrinsics only where a
+// conversion is one instruction that compilers do not find.
 //
 // Everything that reduces does so in one fixed order for a given width, so a row's bits never depend on the batch or on the
 // number of threads.
 
 #include <cstdint>
 #include <cstring>
+#if defined(__AVX__)
+#include <immintrin.h>
+#endif
 
 #if defined(__AVX512F__)
 #define VECTOR_BYTES 64
@@ -66,6 +70,37 @@ INLINE vf select(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask
 INLINE vu select(vi mask, vu yes, vu no) { return ((vu)mask & yes) | (~(vu)mask & no); }
 INLINE vf max(vf a, vf b) { return select(a > b, a, b); }
 INLINE vf min(vf a, vf b) { return select(a < b, a, b); }
+
+INLINE bool all_zero(vf v) {
+  const vi nonzero = v != vf{};  // NaN counts
+  uint64_t words[sizeof(vi) / 8], any = 0;
+  std::memcpy(words, &nonzero, sizeof nonzero);
+  for (uint64_t word : words) any |= word;
+  return any == 0;
+}
+
+// Asks for `bytes` from p on to be brought near, into the second cache: the first one's few pending misses are for what is read now.
+INLINE void prefetch(const char* p, int bytes) {
+  UNROLL for (int i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 2);
+}
+
+// 16-bit numbers to 32-bit ones, and the low halves back.
+INLINE vu widen(vh h) {
+#if defined(__AVX512F__)
+  return (vu)_mm512_cvtepu16_epi32((__m256i)h);
+#elif defined(__AVX2__)
+  return (vu)_mm256_cvtepu16_epi32((__m128i)h);
+#else
+  return __builtin_convertvector(h, vu);
+#endif
+}
+INLINE vh narrow(vu v) {
+#if defined(__AVX512F__)
+  return (vh)_mm512_cvtepi32_epi16((__m512i)v);
+#else
+  return __builtin_convertvector(v, vh);
+#endif
+}
 
 template <int... I>
 struct Lanes {};
