@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -50,7 +50,7 @@ def current_stream(device: torch.device) -> int:
     return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
 
 
-@lru_cache(maxsize=None)
+@cache
 def load(module: ModuleSpec, device: torch.device) -> Any:
     """Load a module for a device; CUDA modules belong to the device's primary context."""
     if device.type == "cpu":

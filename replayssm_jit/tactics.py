@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,18 +26,32 @@ class SharedMemory:
     per_head: int
 
 
-@lru_cache(maxsize=None)
+@cache
 def shared_memory(spec: ReplaySpec) -> SharedMemory:
     """Shared memory of a spec's step kernel."""
-    act, tokens, ring = spec.dtype.itemsize, spec.max_tokens, spec.ring_len
+    act, tokens, length, ring = spec.dtype.itemsize, spec.max_tokens, spec.buffer_len, spec.ring_len
     entries = _round_up(ring, 16)
-    pitch = spec.state_dim * act + 16
-    gram = tokens * (entries + 8) * 4
-    fixed = tokens * pitch + _round_up(ring, 8) * pitch + gram
-    values = ring * (spec.head_dim * act + 16)
-    coefficients = (3 if act == 4 else 2) * tokens * (entries // 2 + 4) * 4
-    decays = (2 * ring + 2 * tokens + spec.buffer_len + 1) * 4
-    return SharedMemory(_round_up(fixed, 16), _round_up(values + coefficients + decays, 16))
+    gram_row = (entries + 8) * 4
+    row, value_row = spec.state_dim * act + 16, spec.head_dim * act + 16
+    terms = 3 if act == 4 else 2
+    coefficients = terms * tokens * (entries // 2 + 4) * 4
+    if spec.family == "mamba2":
+        fixed = (tokens + _round_up(ring, 8)) * row + tokens * gram_row
+        head = ring * value_row + coefficients + (2 * ring + 2 * tokens + length + 1) * 4
+        return SharedMemory(_round_up(fixed, 16), _round_up(head, 16))
+
+    fold = length * (_round_up(length, 8) + 2 + 3) * 4
+    values = _round_up(max(ring * value_row, fold), 4)
+    factors = 2 * coefficients + (2 * tokens * tokens + 3 * tokens) * 4
+    if spec.family == "gdn":
+        fixed = (tokens + _round_up(ring, 8)) * row + 2 * tokens * gram_row + (tokens + length) * 4
+        head = values + factors + (ring + length + tokens + 1) * 4
+        return SharedMemory(_round_up(fixed, 16), _round_up(head, 16))
+
+    split_row, float_row = (spec.state_dim + 8) * 2, (spec.state_dim + 4) * 4
+    columns = max(terms * (4 * tokens + _round_up(length, 8)) * split_row, 2 * length * float_row)
+    rest = 2 * tokens * gram_row + (tokens * spec.state_dim + spec.state_dim + ring + tokens) * 4
+    return SharedMemory(_round_up(columns + (tokens + ring) * row + values + factors + rest, 16), 0)
 
 
 def constants(spec: ReplaySpec) -> dict[str, int]:
@@ -48,10 +62,15 @@ def constants(spec: ReplaySpec) -> dict[str, int]:
 
 def min_blocks(spec: ReplaySpec) -> int:
     """Blocks that must fit on a multiprocessor: it bounds the registers of a thread."""
-    if spec.buffer_len > 32:
-        return 3
     narrow_read = spec.state_dim * spec.read_dtype.itemsize <= 256
-    return 5 if spec.buffer_len <= 16 and spec.max_tokens <= 8 and narrow_read and spec.dtype is torch.bfloat16 else 4
+    narrow = narrow_read and spec.dtype is torch.bfloat16
+    if spec.family == "mamba2":
+        if spec.buffer_len > 32:
+            return 3
+        return 5 if narrow and spec.buffer_len <= 16 and spec.max_tokens <= 8 else 4
+    if spec.buffer_len > 32 or spec.state_dim > 128 or (spec.family == "kda" and spec.buffer_len > 16):
+        return 3 if spec.family == "gdn" or spec.buffer_len <= 32 else 2
+    return 4
 
 
 def smem_bytes(spec: ReplaySpec, heads: int) -> int:
@@ -87,6 +106,8 @@ def heads_per_block(spec: ReplaySpec, rows: int, smem_limit: int) -> int:
             f"dtype={spec.dtype} need {smem_bytes(spec, 1)} bytes of shared memory a block, but this device has {smem_limit}; "
             "a smaller buffer_len needs less"
         )
+    if shared_memory(spec).per_head == 0:
+        return 1
     ratio = spec.heads // spec.groups_
     most = 1 if rows * spec.heads < 2048 else 2 if rows * spec.heads < 8192 else 4
     heads = min(ratio, HEADS_MAX, max(most, WARPS * 16 // spec.head_dim))

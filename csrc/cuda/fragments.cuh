@@ -231,21 +231,16 @@ struct Coefficients {
     for (int n = 0; n < TERMS; ++n) pair[n][token][first_entry / 2] = terms[n];
   }
 
-  // acc[q] += sum over entries of coefficient(token, entry) value(entry), for a warp's 16 columns of the values.
+  // acc[q] += coefficients of entries 16 step .. 16 step + 15 times their values, whose A fragment is given.
   template <int Q>
-  __device__ void multiply(float (&acc)[Q][4], const Act* values, int entries, int lane) const {
-#pragma unroll 1
-    for (int s = 0; 16 * s < entries; ++s) {
-      u32 a[ACT_TERMS][4];
-      value_fragment(a, values, s, entries, lane);
+  __device__ void multiply(float (&acc)[Q][4], const u32 (&values)[ACT_TERMS][4], int step, int lane) const {
 #pragma unroll
-      for (int q = 0; q < Q; ++q) {
-        const int token = min(q * 8 + lane / 4, MAX_TOKENS - 1);
-        u32 b[TERMS][2];
+    for (int q = 0; q < Q; ++q) {
+      const int token = min(q * 8 + lane / 4, MAX_TOKENS - 1);
+      u32 b[TERMS][2];
 #pragma unroll
-        for (int n = 0; n < TERMS; ++n) b[n][0] = pair[n][token][8 * s + lane % 4], b[n][1] = pair[n][token][8 * s + 4 + lane % 4];
-        mma_terms(acc[q], a, b);
-      }
+      for (int n = 0; n < TERMS; ++n) b[n][0] = pair[n][token][8 * step + lane % 4], b[n][1] = pair[n][token][8 * step + 4 + lane % 4];
+      mma_terms(acc[q], values, b);
     }
   }
 };

@@ -1,0 +1,38 @@
+// Sums of log decays by one warp. Over the history they run backwards from its newest entry: differences of prefix sums would
+// lose accuracy where gates are strong.
+
+// each[j] = the history's entry j of `ring`, after[j] = the sum of the entries later than j; returns the sum of all.
+__device__ __forceinline__ float sums_from_newest(const float* ring, const Row& row, float* each, float* after, int lane) {
+  float later = 0.f;
+#pragma unroll
+  for (int segment = (BUFFER_LEN + 31) / 32 - 1; segment >= 0; --segment) {
+    const int entry = segment * 32 + lane;
+    const float value = entry < row.history ? ring[row.place(entry)] : 0.f;
+    float sum = value;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const float other = __shfl_down_sync(~0u, sum, step);
+      if (lane + step < 32) sum += other;
+    }
+    const float exclusive = __shfl_down_sync(~0u, sum, 1);
+    if (entry < row.history) each[entry] = value, after[entry] = (lane < 31 ? exclusive : 0.f) + later;
+    later += __shfl_sync(~0u, sum, 0);
+  }
+  return later;
+}
+
+// Sum of the values of lanes 0 .. lane, for up to MAX_TOKENS lanes.
+__device__ __forceinline__ float prefix_sum(float value, int lane) {
+#pragma unroll
+  for (int step = 1; step < MAX_TOKENS; step *= 2) {
+    const float other = __shfl_up_sync(~0u, value, step);
+    if (lane >= step) value += other;
+  }
+  return value;
+}
+
+__device__ __forceinline__ float warp_sum(float value) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(~0u, value, step);
+  return value;
+}
