@@ -43,9 +43,10 @@ struct FloatRows {  // rows already converted
 template <int N, int C, class Reader>
 INLINE void multiply_tile(const Reader& first, const float* columns, float* sums) {
   constexpr int ROWS = Reader::ROWS;
-  vf column[C == 1 ? N / VW : 1];  // a single column stays in registers
-  if (C == 1)
-    UNROLL for (int i = 0; i < N / VW; i++) {
+  constexpr bool RESIDENT = C * (N / VW) <= 16;  // few columns stay in registers
+  vf column[RESIDENT ? C * (N / VW) : 1];
+  if (RESIDENT)
+    UNROLL for (int i = 0; i < C * (N / VW); i++) {
       column[i] = load(columns + i * VW);
       KEEP(column[i]);
     }
@@ -56,8 +57,8 @@ INLINE void multiply_tile(const Reader& first, const float* columns, float* sums
       vf a[ROWS], b[ROWS];
       UNROLL for (int r = 0; r < ROWS; r++) rows(r * N + n, a[r], b[r]);
       UNROLL for (int c = 0; c < C; c++) {
-        const vf ca = C == 1 ? column[n / VW] : load(columns + c * N + n);
-        const vf cb = C == 1 ? column[n / VW + 1] : load(columns + c * N + n + VW);
+        const vf ca = RESIDENT ? column[(c * N + n) / VW] : load(columns + c * N + n);
+        const vf cb = RESIDENT ? column[(c * N + n) / VW + 1] : load(columns + c * N + n + VW);
         UNROLL for (int r = 0; r < ROWS; r++) acc[r][c] += a[r] * ca;
         UNROLL for (int r = 0; r < ROWS; r++) acc[r][c] += b[r] * cb;
       }
@@ -67,36 +68,41 @@ INLINE void multiply_tile(const Reader& first, const float* columns, float* sums
   }
 }
 
+template <int N, int C, class Reader>
+INLINE void multiply_columns(const Reader& first, const float* columns, float* out, int stride) {
+  alignas(64) float sums[C * VW * VW];
+  multiply_tile<N, C>(first, columns, sums);
+  for (int c = 0; c < C; c++) store(out + c * stride, sum_lanes(sums + c * VW * VW));
+}
+
 // out[c * stride + row] = row . columns[c] for VW rows and `count` of at most MOST columns.
 template <int N, int MOST, class Reader>
 INLINE void multiply_rows(const Reader& first, const float* columns, int count, float* out, int stride) {
-  alignas(64) float sums[TILE_COLUMNS * VW * VW];
   int c = 0;
   if (MOST >= TILE_COLUMNS)
-    for (; c + TILE_COLUMNS <= count; c += TILE_COLUMNS) {
-      multiply_tile<N, TILE_COLUMNS>(first, columns + c * N, sums);
-      for (int i = 0; i < TILE_COLUMNS; i++) store(out + (c + i) * stride, sum_lanes(sums + i * VW * VW));
-    }
-  for (; c < count; c++) {
-    multiply_tile<N, 1>(first, columns + c * N, sums);
-    store(out + c * stride, sum_lanes(sums));
-  }
+    for (; c + TILE_COLUMNS <= count; c += TILE_COLUMNS)
+      multiply_columns<N, TILE_COLUMNS>(first, columns + c * N, out + c * stride, stride);
+  if (MOST >= 2)
+    for (; c + 2 <= count; c += 2) multiply_columns<N, 2>(first, columns + c * N, out + c * stride, stride);
+  if (c < count) multiply_columns<N, 1>(first, columns + c * N, out + c * stride, stride);
 }
 
-// Fold `count` tokens into VW rows: S[p] <- decay S[p] + sum_j left[j][p] right[j], oldest first, in fp32. `rows` and `left` are
-// already at the first row; `ahead` is what to prefetch meanwhile, as much as is folded. Decay is a scalar, or N numbers in the
-// columns' order when DecayVector.
-template <class State, int P, int N, bool DecayVector>
-INLINE void fold_rows(char* rows, const char* ahead, const float* decay, const float* left, const float* right, int count) {
+// Fold `count` tokens into VW rows: S[p] <- decay S[p] + sum_j left[j][p] right[j], oldest first, in fp32. S comes from `source` and
+// goes to the checkpoint at `rows`; entries of left lie STRIDE apart; `ahead` is what to prefetch meanwhile, as much as is folded.
+// Decay is a scalar, or N numbers in the columns' order when DecayVector.
+template <class State, int STRIDE, int N, bool DecayVector, class Reader>
+INLINE void fold_rows(const Reader& source, char* rows, const char* ahead, const float* decay, const float* left, const float* right,
+                      int count) {
   constexpr int WIDE = 4;  // vectors a row of a tile
   for (int p = 0; p < VW; p += TILE_ROWS)
     for (int n = 0; n < N; n += WIDE * VW) {
       char* at = rows + (p * N + n) * State::read_bytes;
+      const Reader from = source.from(p * N + n);
       State::prefetch(ahead, p * N + n * TILE_ROWS, TILE_ROWS * WIDE * VW);
       vf s[TILE_ROWS][WIDE];
       UNROLL for (int r = 0; r < TILE_ROWS; r++)
         UNROLL for (int w = 0; w < WIDE; w += 2) {
-          State::whole(at, r * N + w * VW, s[r][w], s[r][w + 1]);
+          from(r * N + w * VW, s[r][w], s[r][w + 1]);
           s[r][w] *= DecayVector ? load(decay + n + w * VW) : splat(*decay);
           s[r][w + 1] *= DecayVector ? load(decay + n + (w + 1) * VW) : splat(*decay);
         }
@@ -107,7 +113,7 @@ INLINE void fold_rows(char* rows, const char* ahead, const float* decay, const f
           KEEP(b[w]);
         }
         UNROLL for (int r = 0; r < TILE_ROWS; r++) {
-          const vf a = splat(left[j * P + p + r]);
+          const vf a = splat(left[j * STRIDE + p + r]);
           UNROLL for (int w = 0; w < WIDE; w++) s[r][w] += a * b[w];
         }
       }

@@ -4,6 +4,7 @@
 // Everything that reduces does so in one fixed order for a given width, so a row's bits never depend on the batch or on the
 // number of threads.
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #if defined(__AVX__)

@@ -1,0 +1,104 @@
+// The delta rule in replayed form: what Gated DeltaNet and Kimi Delta Attention share.
+//
+// Both families solve, for new token t of a value head,
+//   u_t = beta_t (v_t - a_t S0 x_t - sum_{j<t} U_tj u_j),   y_t = b_t S0 z_t + sum_{j<=t} Y_tj u_j,
+// and differ in the numbers only: the scalar gate of Gated DeltaNet goes into a, b, U and Y, the vector gate of KDA into the columns x
+// and z as well. A flush recomputes every u of the history from raw v and the whole checkpoint, so that neither the read plane nor
+// the ring's rounding of u ever enters the state.
+
+struct Window {
+  // The step's own tokens.
+  const float* columns;  // x_0 ... x_{T-1}, z_0 ... z_{T-1}
+  float state_u[MAX_TOKENS], state_y[MAX_TOKENS];  // a and b
+  alignas(64) float u_weight[MAX_TOKENS * WINDOW];  // U
+  alignas(64) float y_weight[MAX_TOKENS * WINDOW];  // Y
+  float beta[MAX_TOKENS];
+
+  // The fold of the history: u_j as above with columns fold_columns, then S0 <- decay S0 + sum_j fold_weight_j u_j right_j^T.
+  const float* fold_columns;
+  float fold_state[BUFFER_LEN];
+  alignas(64) float pair[BUFFER_LEN * WINDOW];  // U among the history, row j
+  float fold_beta[BUFFER_LEN];
+  const float* right;
+  float fold_weight[BUFFER_LEN];
+  const float* decay;  // one number, or N
+};
+
+// u and y of the new tokens, from S0's product with the 2 T columns; u goes to the ring.
+static void solve_tokens(const Params* p, const Row& row, int head, const Window& w, const float* product) {
+  constexpr int WIDE = 4;
+  alignas(64) float fresh[MAX_TOKENS * WIDE * VW];
+  const act* ring_v = at<act>(p->ring_v, row.slot * p->ring_v_slot + (long long)head * RING_LEN * P);
+  act* ring_u = at<act>(p->ring_u, row.slot * p->ring_u_slot + (long long)head * RING_LEN * P);
+  for (int i0 = 0; i0 < P; i0 += WIDE * VW)
+    for (int t = 0; t < row.tokens; t++) {
+      const float *u_weight = w.u_weight + t * WINDOW, *y_weight = w.y_weight + t * WINDOW;
+      const int place = row.place[row.history + t] * P + i0;
+      vf u[WIDE], y[WIDE];
+      UNROLL for (int i = 0; i < WIDE; i++) {
+        u[i] = Act::load(ring_v + place + i * VW) - w.state_u[t] * load(product + t * P + i0 + i * VW);
+        y[i] = w.state_y[t] * load(product + (row.tokens + t) * P + i0 + i * VW);
+      }
+      for (int j = 0; j < row.history; j++) {
+        const vf wu = splat(u_weight[j]), wy = splat(y_weight[j]);
+        UNROLL for (int i = 0; i < WIDE; i++) {
+          const vf uj = Act::load(ring_u + row.place[j] * P + i0 + i * VW);
+          u[i] -= wu * uj;
+          y[i] += wy * uj;
+        }
+      }
+      for (int j = 0; j < t; j++) {
+        const vf wu = splat(u_weight[row.history + j]), wy = splat(y_weight[row.history + j]);
+        UNROLL for (int i = 0; i < WIDE; i++) {
+          const vf uj = load(fresh + (j * WIDE + i) * VW);
+          u[i] -= wu * uj;
+          y[i] += wy * uj;
+        }
+      }
+      act* out = at<act>(p->out, row.batch * p->out_row + t * p->out_token + head * p->out_outer) + i0;
+      UNROLL for (int i = 0; i < WIDE; i++) {
+        u[i] *= w.beta[t];
+        y[i] += y_weight[row.history + t] * u[i];
+        store(fresh + (t * WIDE + i) * VW, u[i]);
+        Act::store(ring_u + place + i * VW, u[i]);
+        Act::store(out + i * VW, y[i]);
+      }
+    }
+}
+
+// The exact fold of VW rows: all of the recurrence is row by row, so their u come from these rows alone.
+static void fold_exactly(const Row& row, const Window& w, const act* v, char* rows, const char* ahead) {
+  alignas(64) float state[VW * N], u[BUFFER_LEN * VW], product[BUFFER_LEN * VW];
+  for (int e = 0; e < VW * N; e += 2 * VW) {
+    vf a, b;
+    State::whole(rows, e, a, b);
+    store(state + e, a), store(state + e + VW, b);
+  }
+  multiply_rows<N, BUFFER_LEN>(FloatRows{state}, w.fold_columns, row.history, product, VW);
+  for (int j = 0; j < row.history; j++)
+    store(u + j * VW, Act::load(v + row.place[j] * P) - w.fold_state[j] * load(product + j * VW));
+  for (int j = 0; j < row.history; j++) {
+    const vf done = w.fold_beta[j] * load(u + j * VW);
+    for (int later = j + 1; later < row.history; later++)
+      store(u + later * VW, load(u + later * VW) - w.pair[later * WINDOW + j] * done);
+    store(u + j * VW, w.fold_weight[j] * done);
+  }
+  fold_rows<State, VW, N, DECAY_VECTOR>(FloatRows{state}, rows, ahead, w.decay, u, w.right, row.history);
+}
+
+static void run_head(const Params* p, const Row& row, int head, const Window& w) {
+  char* state = at<char>(p->state, 0) + (row.slot * p->state_slot + (long long)head * P * N) * State::whole_bytes;
+  const char* next = state + P * N * State::whole_bytes;
+  act* ring_v = at<act>(p->ring_v, row.slot * p->ring_v_slot + (long long)head * RING_LEN * P);
+  for (int t = 0; t < row.tokens; t++)
+    std::memcpy(ring_v + row.place[row.history + t] * P, at<act>(p->v, row.batch * p->v_row + t * p->v_token + head * p->v_outer),
+                P * sizeof(act));
+  alignas(64) float product[2 * MAX_TOKENS * P];
+  for (int p0 = 0; p0 < P; p0 += VW) {
+    char* rows = state + p0 * N * State::read_bytes;
+    const char* ahead = p0 + VW < P ? rows + VW * N * State::read_bytes : next;
+    multiply_rows<N, 2 * MAX_TOKENS>(ReadPlane<State>{rows, row.flush ? rows : ahead}, w.columns, 2 * row.tokens, product + p0, P);
+    if (row.flush) fold_exactly(row, w, ring_v + p0, rows, ahead);
+  }
+  solve_tokens(p, row, head, w, product);
+}
