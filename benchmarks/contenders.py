@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 
 import torch
@@ -18,7 +18,8 @@ import torch
 from replayssm_jit import ReplayCache, ReplaySpec, ReplayWrapper, models, synthetic
 from replayssm_jit.jit import ModuleSpec
 from replayssm_jit.standard import StandardKernel
-from replayssm_jit.traffic import Steady, steady
+from replayssm_jit.traffic import Steady
+from replayssm_jit.traffic import steady as _steady
 
 DEVICE = torch.device("cuda", 0)
 COLD_BYTES = 600e6  # of state in all launches of a pass: ten times the L2 of a Hopper GPU
@@ -27,6 +28,7 @@ PHASES = 64  # rows of a pass, at least: as many as the longest cycle has steps
 BUFFER_LENS = (16, 32, 64)
 
 Launch = Callable[[], torch.Tensor]
+steady = cache(_steady)
 
 #: Formats of the checkpoint: (checkpoint_dtype, read_dtype).
 FORMATS = {
@@ -235,11 +237,12 @@ def _standard(tensors: Tensors) -> list[Launch]:
     launches: list[Launch] = []
     for places, given, out in zip(tensors.snapshots(), tensors.inputs, tensors.outputs(), strict=True):
         run = kernel.prepare(state, places[:, -1].contiguous(), places, out=out, tensors={**given, **tensors.weights})
-        launches.append(partial(_then, run, out))
+        launches.append(partial(then, run, out))
     return launches
 
 
-def _then(run: Callable[[], None], out: torch.Tensor) -> torch.Tensor:
+def then(run: Callable[[], object], out: torch.Tensor) -> torch.Tensor:
+    """Run, and return the output that it writes."""
     run()
     return out
 

@@ -14,9 +14,9 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from contenders import DEVICE, Cell, Contender, Launch, Tensors, _then, acceptances
+from contenders import DEVICE, Cell, Contender, Launch, Tensors, acceptances, steady, then
 
-from replayssm_jit.traffic import Steady, steady
+from replayssm_jit.traffic import Steady
 
 WINDOW = 16  # FlashInfer's longest
 
@@ -164,7 +164,7 @@ def _fla_kda(tensors: Tensors, v_first: bool) -> list[Launch]:
     launches: list[Launch] = []
     for places, given, out in zip(tensors.snapshots(), tensors.inputs, tensors.outputs(), strict=True):
         run = partial(fused_recurrent_kda_fwd, **given, **fixed, ssm_state_indices=places, inplace_final_state=True, out=out)
-        launches.append(partial(_then, run, out))
+        launches.append(partial(then, run, out))
     return launches
 
 
@@ -200,7 +200,7 @@ def _fla_gdn_in_place(tensors: Tensors, v_first: bool) -> list[Launch]:
     )
     launches: list[Launch] = []
     for mine, given, out in zip(state, tensors.inputs, tensors.outputs(), strict=True):
-        launches.append(partial(_then, partial(run, **given, o=out, h0=mine, ht=mine), out))
+        launches.append(partial(then, partial(run, **given, o=out, h0=mine, ht=mine), out))
     return launches
 
 
