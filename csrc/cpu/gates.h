@@ -11,12 +11,13 @@ INLINE vf log_decay(vf x, vf bias, vf rate) {
 
 INLINE vf beta_value(vf x) { return BETA_LOGIT ? sigmoid(x) : x; }
 
-// 1 / sqrt(sum x^2 + 1e-6), or 1 without normalisation.
-INLINE float inverse_norm(const float* x) {
-  if (!QK_NORM) return 1.0f;
+INLINE float dot(const float* a, const float* b) {
   vf sum = {};
-  UNROLL for (int n = 0; n < N; n += VW) sum += load(x + n) * load(x + n);
+  UNROLL for (int n = 0; n < N; n += VW) sum += load(a + n) * load(b + n);
   float total = 0.0f;
   for (int i = 0; i < VW; i++) total += sum[i];
-  return 1.0f / std::sqrt(total + 1e-6f);
+  return total;
 }
+
+// 1 / sqrt(sum x^2 + 1e-6), or 1 without normalisation.
+INLINE float inverse_norm(const float* x) { return QK_NORM ? 1.0f / std::sqrt(dot(x, x) + 1e-6f) : 1.0f; }

@@ -28,36 +28,38 @@ INLINE char* state_block(const Params* p, long long slot, int head) {
   return at<char>(p->state, 0) + (slot * p->state_slot + (long long)head * P * N) * State::whole_bytes;
 }
 
-// A tile of the state at one token: read from the checkpoint before the first token, from `kept` later; written to the
-// checkpoint of the token when it has one, and to `kept` unless it is the last token.
+// Rows of the state at one token: read from the checkpoint before the first token, from `kept` later; written to the checkpoint of
+// the token when it has one, and to `kept` unless it is the last token.
 template <bool FIRST, bool LAST>
 struct Place {
-  const char* from;
+  static constexpr int ROWS = 1;
+  const char* source;
   char* to;
   float* kept;
 
-  INLINE Place at(int e) const { return {from + e * State::read_bytes, to ? to + e * State::read_bytes : nullptr, kept + e}; }
-  INLINE void load(int e, vf& a, vf& b) const {
+  INLINE Place from(int e) const { return {source + e * State::read_bytes, to ? to + e * State::read_bytes : nullptr, kept + e}; }
+  INLINE void operator()(int e, vf& a, vf& b) const {
     if (FIRST)
-      State::read(from, e, a, b);
+      State::read(source, e, a, b);
     else
       a = ::load(kept + e), b = ::load(kept + e + VW);
   }
   INLINE void store(int e, vf a, vf b) const {
-    if (to) State::write<false>(to, e, a, b);
+    if (to) State::template write<false>(to, e, a, b);
     if (!LAST) ::store(kept + e, a), ::store(kept + e + VW, b);
   }
 };
 
-// Calls token(place) with the place of VW rows from element e on.
+// Calls token(place) for VW rows from p0 on, which every token but the first finds in `kept`.
 template <class Token>
-INLINE void at_place(const char* from, char* to, float* kept, int e, int t, int tokens, Token token) {
-  const char* rows = from + e * State::read_bytes;
-  char* target = to ? to + e * State::read_bytes : nullptr;
-  if (tokens == 1)
-    token(Place<true, true>{rows, target, kept});
+INLINE void at_place(const Params* p, const Row& row, int head, int p0, int t, float* kept, Token token) {
+  const long long slot = row.write_slot(p, t);
+  const char* source = state_block(p, row.slot, head) + p0 * N * State::read_bytes;
+  char* to = slot < 0 ? nullptr : state_block(p, slot, head) + p0 * N * State::read_bytes;
+  if (row.tokens == 1)
+    token(Place<true, true>{source, to, kept});
   else if (t == 0)
-    token(Place<true, false>{rows, target, kept});
+    token(Place<true, false>{source, to, kept});
   else
-    token(Place<false, false>{rows, target, kept});
+    token(Place<false, false>{source, to, kept});
 }
