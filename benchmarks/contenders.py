@@ -78,11 +78,16 @@ class Cell:
 
     def spec(self, state_format: str, buffer_len: int = BUFFER_LENS[0]) -> ReplaySpec:
         """Spec of a format; raises ValueError where the kernels do not cover it."""
-        checkpoint, read = FORMATS[state_format]
-        options = {"buffer_len": buffer_len, "max_tokens": self.tokens, "checkpoint_dtype": checkpoint, "read_dtype": read}
-        spec = models.by_name(self.model).spec(**options)
-        groups = "groups" if spec.family == "mamba2" else "key_heads"
-        return replace(spec, heads=spec.heads // self.shards, **{groups: spec.groups_ // self.shards})
+        return _spec(self.model, self.shards, self.tokens, state_format, buffer_len)
+
+
+@cache
+def _spec(model: str, shards: int, tokens: int, state_format: str, buffer_len: int) -> ReplaySpec:
+    checkpoint, read = FORMATS[state_format]
+    options = {"buffer_len": buffer_len, "max_tokens": tokens, "checkpoint_dtype": checkpoint, "read_dtype": read}
+    spec = models.by_name(model).spec(**options)
+    groups = "groups" if spec.family == "mamba2" else "key_heads"
+    return replace(spec, heads=spec.heads // shards, **{groups: spec.groups_ // shards})
 
 
 class Tensors:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +50,10 @@ def matrix() -> list[Cell]:
 
 
 def machine() -> dict[str, str]:
-    """The GPU, its driver and its architecture, told without starting CUDA: compilers are forked before it starts."""
-    query = ["nvidia-smi", "--query-gpu=name,driver_version,compute_cap", "--format=csv,noheader"]
-    name, driver, capability = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0].split(", ")
-    return {"name": name, "driver": driver, "arch": "sm_" + capability.replace(".", "")}
+    """The GPU, its driver, and the architecture that our modules are compiled for; creates no CUDA context."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    name, driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0].split(", ")
+    return {"name": name, "driver": driver, "arch": import_module("replayssm_jit.jit.driver").device_arch(0)}
 
 
 def commit() -> str:
@@ -88,7 +89,7 @@ def compile_module(module: jit.ModuleSpec, arch: str) -> str:
 
 
 def compile_all(cells: Iterable[Cell], arch: str) -> None:
-    """Compile our modules of all cells, every core at work."""
+    """Compile our modules of all cells, every core at work. The compilers are forked before this process has a CUDA context."""
     begin = time.perf_counter()
     modules = {module: None for cell in cells for contender in contenders.ours(cell) for module in contender.modules}
     with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("fork")) as pool:
