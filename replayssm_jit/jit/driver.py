@@ -83,7 +83,8 @@ class CudaKernel:
     def launch(self, buffer_address: int, grid: tuple[int, int, int] = (1, 1, 1), block: int = 1, smem: int = 0, stream: int = 0) -> None:
         """Enqueue the kernel with the packed parameter struct at ``buffer_address``.
 
-        The driver copies the struct before this returns, so the buffer may be rewritten at once.
+        The driver copies the struct before this returns, so the buffer may be rewritten at once. The device's primary
+        context must be current in this thread, as torch leaves it.
 
         Raises
         ------
@@ -99,7 +100,7 @@ class CudaKernel:
             raise DriverError(f"{self.entry.name}: launching grid={grid} block={block} smem={smem} failed: {cu.CUresult(result).name}")
 
     def _prepare(self, buffer_address: int, grid: tuple[int, int, int], block: int, smem: int, stream: int) -> Callable[[], int]:
-        """A launch with all its arguments converted: converting them again would cost more than the driver's own part."""
+        """A launch with all its arguments converted: converting them anew at every launch would show."""
         config = _LaunchConfig(*grid, block, 1, 1, smem, stream, None, 0)
         params = (ctypes.c_void_p * 1)(buffer_address)  # the driver's array of pointers to parameters: one, to the struct
         call: Callable[[], int] = partial(_launch_function(), ctypes.byref(config), ctypes.c_void_p(int(self._function)), params, None)
@@ -122,7 +123,7 @@ class _LaunchConfig(ctypes.Structure):
 
 @cache
 def _launch_function() -> Any:
-    """``cuLaunchKernelEx`` through ctypes: with prepared arguments it costs a fraction of the bindings' own call."""
+    """``cuLaunchKernelEx`` through ctypes: with prepared arguments it costs less than the bindings' own call."""
     flags = cu.CUdriverProcAddress_flags.CU_GET_PROC_ADDRESS_DEFAULT
     address, _ = _checked("cuGetProcAddress", cu.cuGetProcAddress(b"cuLaunchKernelEx", 12000, flags))
     return ctypes.CFUNCTYPE(ctypes.c_int)(int(address))  # no argument types: the checks would cost as much as the call

@@ -29,7 +29,10 @@ VARIABLES = (
 def cache_dir() -> str:
     """Directory of compiled modules; may not exist."""
     chosen = os.environ.get("REPLAYSSM_CACHE_DIR")
-    return os.path.abspath(os.path.expanduser(chosen)) if chosen else os.path.join(_user_cache_dir(), "replayssm-jit")
+    directory = os.path.expanduser(chosen) if chosen else os.path.join(_user_cache_dir(), "replayssm-jit")
+    if directory.startswith("~"):  # a user without a home: a place that cannot be written, rather than "~" in the working directory
+        return os.path.join(os.devnull, directory)
+    return os.path.abspath(directory)
 
 
 def extra_cache_dirs() -> list[str]:

@@ -7,6 +7,7 @@ A directory of modules holds::
         <name>.cubin|.so    binary
         module.json         digests of both, parameter layout, options, resource usage
     .keys/<request>-<compiler>   names the module that answers a request, so that a warm start renders nothing
+    .failed/                the last source of each module that a compiler refused
     .locks/  .tmp/          see below
 
 Every file appears whole: a module is written to ``.tmp``, synced, and renamed. A reader takes no lock and believes

@@ -84,7 +84,7 @@ def start(home: Path, backend: str, *addends: int, **environment: str) -> subpro
 
 def finish(process: subprocess.Popen) -> dict:
     """What a process of :func:`start` printed; it must have ended well."""
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 0, f"{out}\n{err}"
     return json.loads(out.splitlines()[-1])
 

@@ -4,14 +4,15 @@ import os
 import re
 
 import pytest
-from jit_helpers import ROOT
+from jit_helpers import ROOT, answer, module
 
+from replayssm_jit import jit
 from replayssm_jit.jit import env
 
 
 def test_every_variable_is_in_the_table():
     named = set()
-    for directory in ("replayssm_jit", "benchmarks", "examples"):
+    for directory in ("replayssm_jit", "examples"):
         for path in (ROOT / directory).rglob("*.py"):
             named |= set(re.findall(r"REPLAYSSM_[A-Z]+(?:_[A-Z]+)*", path.read_text()))
     assert named == {variable.name for variable in env.VARIABLES}
@@ -46,6 +47,19 @@ def test_directories(monkeypatch):
     assert env.extra_cache_dirs() == []
     monkeypatch.setenv("REPLAYSSM_EXTRA_CACHE_DIRS", os.pathsep.join(["/one", "", "~/two"]))
     assert env.extra_cache_dirs() == ["/one", "/home/somebody/two"]
+
+
+def test_a_user_without_a_home(home, monkeypatch, tmp_path):
+    """As in containers with a made-up user: modules live in memory, and nothing appears in the working directory."""
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    monkeypatch.delenv("REPLAYSSM_CACHE_DIR")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.chdir(tmp_path)
+    before = sorted(os.listdir())
+    with pytest.warns(jit.CacheWarning, match="REPLAYSSM_CACHE_DIR"):
+        kernel = jit.load(module("cpu", 1))
+    assert answer(kernel) == 101
+    assert sorted(os.listdir()) == before
 
 
 def test_verbose_goes_to_stderr(monkeypatch, capsys):

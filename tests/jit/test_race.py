@@ -114,7 +114,7 @@ def test_a_killed_owner_holds_nothing(home, holder):
     holder.wait()
     started = time.monotonic()
     assert fresh(home, "cpu", 1)["answers"] == [101]
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 20
 
 
 def test_a_stopped_owner_is_waited_for_a_bounded_time(home, holder, monkeypatch):
@@ -135,7 +135,7 @@ def test_a_reader_never_waits(home, holder, cache, monkeypatch):
 def test_a_child_forked_during_a_compile_holds_nothing(home, cache, tmp_path):
     """Neither the parent's thread lock nor its file lock lives on in the child."""
     code = f"""
-import os, sys, threading, time
+import os, signal, threading, time
 import jit_helpers
 from replayssm_jit import jit
 from replayssm_jit.jit import build
@@ -150,7 +150,9 @@ inside.wait()
 build._compile = real
 if os.fork():
     os.kill(os.getpid(), 9)
+signal.alarm(20)
 print(jit_helpers.answer(jit.load(jit_helpers.module("cpu", 1))), flush=True)
+signal.alarm(0)
 time.sleep(600)
 """
     here = os.path.dirname(__file__)
@@ -163,7 +165,7 @@ time.sleep(600)
         jit.cache_clear()
         started = time.monotonic()
         assert fresh(home, "cpu", 1)["answers"] == [101]  # and what it inherited keeps nobody waiting
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 20
     finally:
         os.killpg(parent.pid, signal.SIGKILL)
         parent.communicate()

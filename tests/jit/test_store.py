@@ -305,6 +305,23 @@ def test_the_cache_vanishes_while_in_use(home, cache):
     assert only_entry(cache).problem == ""
 
 
+def test_the_cache_vanishes_in_the_middle_of_a_write(home, cache, monkeypatch):
+    """Somebody clears it once: the write begins anew, and nobody is told."""
+    real, left = store._write, [1]
+
+    def write(path, content):
+        if left and path.endswith(".so"):
+            left.pop()
+            shutil.rmtree(cache)
+        real(path, content)
+
+    monkeypatch.setattr(store, "_write", write)
+    entry = jit.compile(module("cpu", 1))  # a warning would be an error here
+    assert not left
+    assert entry.directory is not None
+    assert fresh(home, "cpu", 1)["compiled"] == 0
+
+
 # ---- directories looked up first ----------------------------------------------------------------------------------
 
 
