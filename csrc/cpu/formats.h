@@ -126,14 +126,18 @@ struct TwoPlanes {
   }
 };
 
-// `count` activations as fp32, in the order in which `State` yields its columns.
+// 2 VW numbers of format F, or `count` of them, as fp32 in the order in which `State` yields its columns.
+template <class State, class F>
+INLINE void columns2(const typename F::T* src, vf& a, vf& b) {
+  F::load2(src, a, b);
+  if (State::split && !F::split) deinterleave(a, b);
+  if (!State::split && F::split) interleave(a, b);
+}
 template <class State, class F>
 INLINE void columns(const typename F::T* src, float* dst, int count) {
   for (int n = 0; n < count; n += 2 * VW) {
     vf a, b;
-    F::load2(src + n, a, b);
-    if (State::split && !F::split) deinterleave(a, b);
-    if (!State::split && F::split) interleave(a, b);
+    columns2<State, F>(src + n, a, b);
     store(dst + n, a), store(dst + n + VW, b);
   }
 }

@@ -36,33 +36,50 @@ struct FloatRows {  // rows already converted
   static constexpr int ROWS = TILE_ROWS;
   const float* rows;
   INLINE FloatRows from(int e) const { return {rows + e}; }
-  INLINE void operator()(int e, vf& a, vf& b) const { a = load(rows + e), b = load(rows + e + VW); }
+  INLINE void operator()(int e, vf& a, vf& b) const {
+    a = load(rows + e), b = load(rows + e + VW);
+    KEEP(a);
+    KEEP(b);
+  }
 };
+
+// One step of the products below: 2 VW numbers of each of ROWS rows times those of C columns, which are in registers or at `from`.
+template <int N, int C, bool RESIDENT, class Reader>
+INLINE void multiply_step(const Reader& rows, int n, const vf* resident, const float* from, vf (*acc)[C]) {
+  constexpr int ROWS = Reader::ROWS;
+  vf a[ROWS], b[ROWS];
+  UNROLL for (int r = 0; r < ROWS; r++) rows(r * N + n, a[r], b[r]);
+  UNROLL for (int c = 0; c < C; c++) {
+    vf ca = RESIDENT ? resident[2 * c] : load(from + c * N + n);
+    vf cb = RESIDENT ? resident[2 * c + 1] : load(from + c * N + n + VW);
+    if (ROWS > 1 && !RESIDENT) {
+      KEEP(ca);
+      KEEP(cb);
+    }
+    UNROLL for (int r = 0; r < ROWS; r++) acc[r][c] += a[r] * ca;
+    UNROLL for (int r = 0; r < ROWS; r++) acc[r][c] += b[r] * cb;
+  }
+}
 
 // VW rows times C columns; sums[c][row] gets VW partial sums. The order within a sum does not depend on C.
 template <int N, int C, class Reader>
 INLINE void multiply_tile(const Reader& first, const float* columns, float* sums) {
-  constexpr int ROWS = Reader::ROWS;
+  constexpr int ROWS = Reader::ROWS, STEPS = N / (2 * VW);
   constexpr bool RESIDENT = C * (N / VW) <= 16;  // few columns stay in registers
-  vf column[RESIDENT ? C * (N / VW) : 1];
+  vf resident[RESIDENT ? STEPS : 1][2 * C];
   if (RESIDENT)
-    UNROLL for (int i = 0; i < C * (N / VW); i++) {
-      column[i] = load(columns + i * VW);
-      KEEP(column[i]);
-    }
+    UNROLL for (int i = 0; i < STEPS; i++)
+      UNROLL for (int c = 0; c < 2 * C; c++) {
+        resident[i][c] = load(columns + c / 2 * N + (2 * i + c % 2) * VW);
+        KEEP(resident[i][c]);
+      }
   for (int r0 = 0; r0 < VW; r0 += ROWS) {
     const Reader rows = first.from(r0 * N);
     vf acc[ROWS][C] = {};
-    UNROLL for (int n = 0; n < N; n += 2 * VW) {
-      vf a[ROWS], b[ROWS];
-      UNROLL for (int r = 0; r < ROWS; r++) rows(r * N + n, a[r], b[r]);
-      UNROLL for (int c = 0; c < C; c++) {
-        const vf ca = RESIDENT ? column[(c * N + n) / VW] : load(columns + c * N + n);
-        const vf cb = RESIDENT ? column[(c * N + n) / VW + 1] : load(columns + c * N + n + VW);
-        UNROLL for (int r = 0; r < ROWS; r++) acc[r][c] += a[r] * ca;
-        UNROLL for (int r = 0; r < ROWS; r++) acc[r][c] += b[r] * cb;
-      }
-    }
+    if (RESIDENT)
+      UNROLL for (int i = 0; i < STEPS; i++) multiply_step<N, C, true>(rows, 2 * VW * i, resident[i], columns, acc);
+    else
+      for (int i = 0; i < STEPS; i++) multiply_step<N, C, false>(rows, 2 * VW * i, resident[0], columns, acc);
     UNROLL for (int c = 0; c < C; c++)
       UNROLL for (int r = 0; r < ROWS; r++) store(sums + (c * VW + r0 + r) * VW, acc[r][c]);
   }

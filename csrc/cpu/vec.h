@@ -69,8 +69,8 @@ INLINE vu as_bits(vf v) { return (vu)v; }
 INLINE vf as_float(vu v) { return (vf)v; }
 INLINE vf select(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask & (vi)no)); }
 INLINE vu select(vi mask, vu yes, vu no) { return ((vu)mask & yes) | (~(vu)mask & no); }
-INLINE vf max(vf a, vf b) { return select(a > b, a, b); }
-INLINE vf min(vf a, vf b) { return select(a < b, a, b); }
+INLINE vf max(vf a, vf b) { return a > b ? a : b; }
+INLINE vf min(vf a, vf b) { return a < b ? a : b; }
 
 INLINE bool all_zero(vf v) {
   const vi nonzero = v != vf{};  // NaN counts
@@ -161,23 +161,31 @@ INLINE vf sum_lanes(const float* v) {
   return w[0];
 }
 
-// e^x to about one ulp for every x; results below the normal range are denormal, then zero.
+// q 2^n for whole n; denormal and then zero below the normal range.
+INLINE vf scale_by_power(vf q, vf n) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_scalef_ps((__m512)q, (__m512)n);
+#else
+  const vi whole = __builtin_convertvector(n, vi);
+  const vi half = whole >> 1;  // in two factors, so that both are normal numbers
+  return q * (vf)((half + 127) << 23) * (vf)((whole - half + 127) << 23);
+#endif
+}
+
+// e^x to about one ulp for every x.
 INLINE vf exp(vf x) {
-  x = max(min(x, splat(89.0f)), splat(-104.0f));
-  const vf round = splat(12582912.0f);  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
-  vf k = x * 1.44269504088896341f + round;
-  const vi n = (vi)k - (vi)round;
-  k -= round;
-  vf r = x - k * 0.693145751953125f;  // ln 2 in two parts, the first exact times any k
-  r = r - k * 1.42860682030941723212e-6f;
+  x = max(splat(-104.0f), min(splat(89.0f), x));  // in this order a NaN stays
+  const vf round = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to the nearest integer
+  const vf n = (x * 1.44269504088896341f + round) - round;
+  vf r = x - n * 0.693145751953125f;  // ln 2 in two parts, the first exact times any n
+  r = r - n * 1.42860682030941723212e-6f;
   vf q = r * 1.9875691500e-4f + 1.3981999507e-3f;
   q = q * r + 8.3334519073e-3f;
   q = q * r + 4.1665795894e-2f;
   q = q * r + 1.6666665459e-1f;
   q = q * r + 5.0000001201e-1f;
   q = q * (r * r) + r + 1.0f;
-  const vi half = n >> 1;  // 2^n in two factors, so that both are normal numbers
-  return q * (vf)((half + 127) << 23) * (vf)((n - half + 127) << 23);
+  return scale_by_power(q, n);
 }
 
 // log(1 + e^x), as torch computes it: x itself beyond 20.
