@@ -60,20 +60,17 @@ def commit() -> str:
     """The commit measured: REPLAYSSM_COMMIT, or what git says."""
     if "REPLAYSSM_COMMIT" in os.environ:
         return os.environ["REPLAYSSM_COMMIT"]
-    done = subprocess.run(["git", "describe", "--always", "--abbrev=12", "--dirty"], capture_output=True, text=True)
+    try:
+        done = subprocess.run(["git", "describe", "--always", "--abbrev=12", "--dirty"], capture_output=True, text=True)
+    except OSError:
+        return "unknown"
     return done.stdout.strip() or "unknown"
 
 
 def versions() -> dict[str, str | None]:
     """Versions of what takes part; None: absent."""
-    import triton
-
-    return {
-        "python": sys.version.split()[0],
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        **{package: rivals.version(package) for package in rivals.PACKAGES},
-    }
+    packages = {package: rivals.version(package) for package in rivals.PACKAGES}
+    return {"python": sys.version.split()[0], "torch": torch.__version__, **packages}
 
 
 # ---- compiling ------------------------------------------------------------------------------------------------------
@@ -222,7 +219,7 @@ def main() -> int:
         if lost:
             break
 
-    result = {
+    result: dict[str, Any] = {
         "command": " ".join(["python", *sys.argv]),
         "date": time.strftime("%Y-%m-%d"),
         "commit": revision,

@@ -129,7 +129,7 @@ def _bar(bar: Bar, mine: Measured | None, theirs: Measured | None) -> Row:
         missing = [r["error"] for r in mine["rows"] if ours is None and r["maker"] == "ours" and r["state"] == bar.state and r["error"]]
         return row | {"verdict": f"not measured: {missing[0] if missing else 'nothing to compare with'}"}
     ratio = ours["us"] / base["us"]
-    verdict = "met" if ratio <= bar.bar else f"missed by {ratio / bar.bar - 1:.0%}"
+    verdict = "met" if ratio <= bar.bar else f"missed by {ratio / bar.bar - 1:.1%}"
     if mine["run"] != theirs["run"]:
         verdict += " (two runs)"
     row |= {

@@ -20,7 +20,9 @@ from replayssm_jit.traffic import Steady
 
 WINDOW = 16  # FlashInfer's longest
 
+#: Packages that take part, and the module that each is needed for.
 PACKAGES = {
+    "triton": "triton",
     "flashinfer": "flashinfer.mamba",
     "mamba_ssm": "mamba_ssm.ops.triton.selective_state_update",
     "fla": "fla.ops.kda.fused_recurrent",
@@ -29,11 +31,12 @@ PACKAGES = {
 
 @cache
 def version(package: str) -> str | None:
-    """Version of a package, None where it cannot be imported."""
+    """Version of a package; None, and a line that says why, where it cannot be imported."""
     os.environ.setdefault("FLASHINFER_DISABLE_JIT", "1")
     try:
         importlib.import_module(PACKAGES[package])
-    except ImportError:
+    except Exception as error:  # a package that does not fit the others may raise anything
+        print(f"{package} is absent: {error}")
         return None
     return str(getattr(importlib.import_module(package), "__version__", "unknown"))
 
