@@ -8,7 +8,8 @@
 
 struct Window {
   // The step's own tokens.
-  const float* columns;  // x_0 ... x_{T-1}, z_0 ... z_{T-1}
+  const float* columns;      // x_0 ... x_{T-1}, z_0 ... z_{T-1}
+  const act* exact_columns;  // the same when they are activations
   float state_u[MAX_TOKENS], state_y[MAX_TOKENS];  // a and b
   alignas(64) float u_weight[MAX_TOKENS * WINDOW];  // U
   alignas(64) float y_weight[MAX_TOKENS * WINDOW];  // Y
@@ -97,7 +98,11 @@ static void run_head(const Params* p, const Row& row, int head, const Window& w)
   for (int p0 = 0; p0 < P; p0 += VW) {
     char* rows = state + p0 * N * State::read_bytes;
     const char* ahead = p0 + VW < P ? rows + VW * N * State::read_bytes : next;
-    multiply_rows<N, 2 * MAX_TOKENS>(ReadPlane<State>{rows, row.flush ? rows : ahead}, w.columns, 2 * row.tokens, product + p0, P);
+    const char* soon = row.flush ? rows : ahead;
+    if (DECAY_VECTOR)
+      multiply_rows<N, 2 * MAX_TOKENS>(ReadPlane<State>{rows, soon}, w.columns, 2 * row.tokens, product + p0, P);
+    else
+      multiply_plane<State, Act, N, 2 * MAX_TOKENS>(rows, soon, w.exact_columns, w.columns, 2 * row.tokens, product + p0, P);
     if (row.flush) fold_exactly(row, w, ring_v + p0, rows, ahead);
   }
   solve_tokens(p, row, head, w, product);

@@ -104,6 +104,50 @@ INLINE void multiply_rows(const Reader& first, const float* columns, int count, 
   if (c < count) multiply_columns<N, 1>(first, columns + c * N, out + c * stride, stride);
 }
 
+// The step's own product: the read plane of VW rows with columns that are activations, `exact`, whose fp32 form is at `columns`.
+// Where both are bfloat16 and the machine multiplies those, with exact products and fp32 sums, the fp32 form is not needed.
+#if defined(__AVX512BF16__)
+template <class State, class F>
+constexpr bool MULTIPLIES_EXACT = std::is_same<F, bf16>::value && State::split;
+
+template <int N, int C>
+INLINE void multiply_bf16(const char* rows, const char* ahead, const uint16_t* columns, float* out, int stride) {
+  constexpr int STEPS = N / (2 * VW);
+  alignas(64) float sums[C * VW * VW];
+  for (int r = 0; r < VW; r++) {
+    __m512 acc[C] = {};
+    UNROLL for (int i = 0; i < STEPS; i++) {
+      const __m512bh s = (__m512bh)load_as<vi>(rows + 2 * r * N + i * VECTOR_BYTES);
+      prefetch(ahead + 2 * r * N + i * VECTOR_BYTES, VECTOR_BYTES);
+      UNROLL for (int c = 0; c < C; c++)
+        acc[c] = _mm512_dpbf16_ps(acc[c], s, (__m512bh)load_as<vi>(columns + c * N + i * 2 * VW));
+    }
+    UNROLL for (int c = 0; c < C; c++) store(sums + (c * VW + r) * VW, (vf)acc[c]);
+  }
+  for (int c = 0; c < C; c++) store(out + c * stride, sum_lanes(sums + c * VW * VW));
+}
+#else
+template <class State, class F>
+constexpr bool MULTIPLIES_EXACT = false;
+template <int N, int C>
+INLINE void multiply_bf16(const char*, const char*, const uint16_t*, float*, int) {}
+#endif
+
+template <class State, class F, int N, int MOST>
+INLINE void multiply_plane(const char* rows, const char* ahead, const typename F::T* exact, const float* columns, int count, float* out,
+                           int stride) {
+  if constexpr (MULTIPLIES_EXACT<State, F>) {
+    int c = 0;
+    if (MOST >= 4)
+      for (; c + 4 <= count; c += 4) multiply_bf16<N, 4>(rows, ahead, exact + c * N, out + c * stride, stride);
+    if (MOST >= 2)
+      for (; c + 2 <= count; c += 2) multiply_bf16<N, 2>(rows, ahead, exact + c * N, out + c * stride, stride);
+    if (c < count) multiply_bf16<N, 1>(rows, ahead, exact + c * N, out + c * stride, stride);
+  } else {
+    multiply_rows<N, MOST>(ReadPlane<State>{rows, ahead}, columns, count, out, stride);
+  }
+}
+
 // Fold `count` tokens into VW rows: S[p] <- decay S[p] + sum_j left[j][p] right[j], oldest first, in fp32. S comes from `source` and
 // goes to the checkpoint at `rows`; entries of left lie STRIDE apart; `ahead` is what to prefetch meanwhile, as much as is folded.
 // Decay is a scalar, or N numbers in the columns' order when DecayVector.
