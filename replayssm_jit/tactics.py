@@ -37,7 +37,7 @@ def shared_memory(spec: ReplaySpec) -> SharedMemory:
     coefficients = terms * tokens * (entries // 2 + 4) * 4
     if spec.family == "mamba2":
         fixed = (tokens + _round_up(ring, 8)) * row + tokens * gram_row
-        head = ring * value_row + coefficients + (2 * ring + 2 * tokens + length + 1) * 4
+        head = ring * value_row + coefficients + (2 * ring + 2 * tokens + length + 2) * 4
         return SharedMemory(_round_up(fixed, 16), _round_up(head, 16))
 
     fold = length * (_round_up(length, 8) + 2 + 3) * 4
@@ -49,7 +49,7 @@ def shared_memory(spec: ReplaySpec) -> SharedMemory:
         return SharedMemory(_round_up(fixed, 16), _round_up(head, 16))
 
     split_row, float_row = (spec.state_dim + 8) * 2, (spec.state_dim + 4) * 4
-    columns = max(terms * (4 * tokens + _round_up(length, 8)) * split_row, 2 * length * float_row)
+    columns = max(terms * (4 * tokens + _round_up(length, 8)) * split_row, 2 * length * (3 * split_row if length <= 32 else float_row))
     rest = 2 * tokens * gram_row + (tokens * spec.state_dim + spec.state_dim + ring + tokens) * 4
     return SharedMemory(_round_up(columns + (tokens + ring) * row + values + factors + rest, 16), 0)
 

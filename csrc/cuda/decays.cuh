@@ -36,3 +36,11 @@ __device__ __forceinline__ float warp_sum(float value) {
   for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(~0u, value, step);
   return value;
 }
+
+// e^x for what is rounded to the activations' precision afterwards; a fold needs expf.
+__device__ __forceinline__ float step_exp(float x) {
+  if constexpr (ACT_TERMS == 3) return expf(x);
+  float out;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x * 1.44269504f));
+  return out;
+}

@@ -123,25 +123,27 @@ __device__ __forceinline__ void exact_fold(const Params& p, const Row& row, int 
       float top[VEC], bottom[VEC];
       Whole::decode(top, whole.raw[i][0]);
       Whole::decode(bottom, whole.raw[i][1]);
+      u32 a[VEC / 4][3][4];
 #pragma unroll
-      for (int s = 0; s < VEC / 4; ++s) {
-        u32 a[3][4];
+      for (int s = 0; s < VEC / 4; ++s)
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
           const float(&from)[VEC] = r & 1 ? bottom : top;
           u32 terms[3];
           split(from[4 * s + r / 2 * 2], from[4 * s + r / 2 * 2 + 1], terms);
 #pragma unroll
-          for (int n = 0; n < 3; ++n) a[n][r] = terms[n];
+          for (int n = 0; n < 3; ++n) a[s][n][r] = terms[n];
         }
 #pragma unroll
-        for (int q = 0; q < FOLD_TILES; ++q) {
-          if (q * 8 >= row.history) break;
-          Run<VEC, ProductKeys::TERMS> key;
+      for (int q = 0; q < FOLD_TILES; ++q) {
+        if (q * 8 >= row.history) break;
+        Run<VEC, ProductKeys::TERMS> key;
+        product_keys.row(min(q * 8 + lane / 4, BUFFER_LEN - 1)).load(key, ((first + i) * 4 + lane % 4) * VEC);
+#pragma unroll
+        for (int s = 0; s < VEC / 4; ++s) {
           u32 b[ProductKeys::TERMS][2];
-          product_keys.row(min(q * 8 + lane / 4, BUFFER_LEN - 1)).load(key, ((first + i) * 4 + lane % 4) * VEC);
           key.b_fragment(b, s);
-          mma_terms(u[q], a, b);
+          mma_terms(u[q], a[s], b);
         }
       }
     }

@@ -140,6 +140,9 @@ constexpr int RUNS = N / (4 * Read::VEC);
 constexpr int PIECE = RUNS < 8 ? RUNS : 8;
 constexpr int PIECES = RUNS / PIECE;
 
+// Where a lane's rows of a unit begin: row lane / 4, and the lane's 16 bytes of the first run.
+__device__ __forceinline__ int lane_offset(int lane) { return lane / 4 * int(STATE_PITCH) + lane % 4 * 16; }
+
 struct Piece {
   u32 top[PIECE][4], bottom[PIECE][4];
 
@@ -178,13 +181,14 @@ struct Piece {
 // planes.cuh; a lane asks for whole 128-byte lines.
 __device__ __forceinline__ void prefetch_planes(const char* lane_row, i64 plane, int lane) {
   if (plane && Whole::LOADS == 1) return;
-  const char* unit = lane_row - lane / 4 * STATE_PITCH - lane % 4 * 16 + plane;
+  const char* unit = lane_row - lane_offset(lane) + plane;
 #pragma unroll
   for (int line = 0; line < 16 * STATE_PITCH / 128; line += 32) prefetch(unit + (line + lane) * 128);
 }
 
 // Gram tile: up to 16 queries (8 unless WIDE) against 8 keys, over N columns: gram[query * pitch + key], for queries below
 // `queries` only. Queries are the rows of A, so a lane ends with two neighbouring keys of one query.
+// Three orders of terms, because norms and the exact fold rest on it.
 template <bool WIDE, typename Queries, typename Keys>
 __device__ __forceinline__ void gram_tile(float* gram, int pitch, Queries query_rows, int queries, Keys key_rows, int lane) {
   constexpr int VEC = 8, TERMS = Queries::TERMS;
@@ -208,7 +212,7 @@ __device__ __forceinline__ void gram_tile(float* gram, int pitch, Queries query_
         a[n][0] = query.pair[n][2 * s], a[n][2] = query.pair[n][2 * s + 1];
         a[n][1] = WIDE ? query_8.pair[n][2 * s] : 0, a[n][3] = WIDE ? query_8.pair[n][2 * s + 1] : 0;
       }
-      mma_terms(acc, a, b);
+      mma_terms<3>(acc, a, b);
     }
   }
 #pragma unroll

@@ -12,12 +12,13 @@ __device__ __forceinline__ void mma(float (&acc)[4], const u32 (&a)[4], u32 b0, 
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// The product of two sums of bf16 terms, without the pairs of terms that lie below the precision of the longer sum.
-template <int A_TERMS, int B_TERMS>
+// The product of two sums of bf16 terms: pairs of terms of order 0 .. ORDERS - 1, by default without those that lie below the
+// precision of the longer sum.
+template <int ORDERS = 0, int A_TERMS, int B_TERMS>
 __device__ __forceinline__ void mma_terms(float (&acc)[4], const u32 (&a)[A_TERMS][4], const u32 (&b)[B_TERMS][2]) {
   constexpr int LONGER = A_TERMS > B_TERMS ? A_TERMS : B_TERMS;
 #pragma unroll
-  for (int order = LONGER - 1; order >= 0; --order)  // small products first
+  for (int order = (ORDERS ? ORDERS : LONGER) - 1; order >= 0; --order)  // small products first
 #pragma unroll
     for (int i = 0; i < A_TERMS; ++i)
       if (order - i >= 0 && order - i < B_TERMS) mma(acc, a[i], b[order - i][0], b[order - i][1]);
@@ -45,6 +46,9 @@ __device__ __forceinline__ void load_streaming(u32 (&out)[4], const void* from) 
                : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
                : "l"(from)
                : "memory");
+}
+__device__ __forceinline__ void load_vector(u32 (&out)[4], const void* from) {
+  asm volatile("ld.global.v4.u32 { %0, %1, %2, %3}, [%4];" : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3]) : "l"(from) : "memory");
 }
 __device__ __forceinline__ void prefetch(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
 __device__ __forceinline__ void store_vector(void* to, const u32 (&value)[4]) {

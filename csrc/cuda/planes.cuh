@@ -41,38 +41,38 @@ struct ReadFp32 {
   }
 };
 
-// Two planes: bits(fp32) = (hi << 16) + lo, hi rounded to nearest with ties away from zero. A NaN becomes hi = 0x7fc0 | sign,
-// lo = 0, because rounding the GPU's own NaN (0x7fffffff) up would wrap to -0.
-__device__ __forceinline__ void encode_planes(float value, u32& hi, u32& lo) {
-  u32 bits = __float_as_uint(value);
-  u32 rounded = (bits + 0x8000u) & 0xffff0000u;
-  lo = (bits - rounded) & 0xffffu;
-  hi = rounded >> 16;
-  if (value != value) hi = 0x7fc0u | (bits >> 16 & 0x8000u), lo = 0;
+// Two planes: bits(fp32) = (hi << 16) + lo, hi rounded to nearest with ties away from zero, lo signed: its pattern is the low half
+// of the fp32's own. A NaN becomes hi = 0x7fc0 | sign, lo = 0, because rounding the GPU's own NaN (0x7fffffff) up would wrap to -0.
+__device__ __forceinline__ void encode_planes(float even, float odd, u32& hi, u32& lo) {
+  const u32 a = __float_as_uint(even), b = __float_as_uint(odd);
+  hi = __byte_perm(a + 0x8000u, b + 0x8000u, 0x7632);
+  lo = __byte_perm(a, b, 0x5410);
+  if (even != even || odd != odd) {
+    if (even != even) hi = (hi & 0xffff0000u) | 0x7fc0u | (a >> 16 & 0x8000u), lo &= 0xffff0000u;
+    if (odd != odd) hi = (hi & 0xffffu) | 0x7fc00000u | (b & 0x80000000u), lo &= 0xffffu;
+  }
 }
-__device__ __forceinline__ float decode_planes(u32 hi, u32 lo) { return __uint_as_float((hi << 16) + u32(int(lo << 16) >> 16)); }
+__device__ __forceinline__ void decode_planes(u32 hi, u32 lo, float& even, float& odd) {
+  even = __uint_as_float((hi << 16) + u32(int(lo << 16) >> 16));
+  odd = __uint_as_float((hi & 0xffff0000u) + u32(int(lo) >> 16));
+}
 
 // Whole: one run of VEC columns of one row of the checkpoint, to floats and back. `plane` is the distance in bytes from the
 // read plane to the other one.
 struct WholeTwoPlanes {
   static constexpr int VEC = 8, LOADS = 2, BYTES = 4;
   __device__ static void load(u32 (&raw)[LOADS][4], const char* at, i64 plane) {
-    load_streaming(raw[0], at);
-    load_streaming(raw[1], at + plane);
+    load_vector(raw[0], at);
+    load_vector(raw[1], at + plane);
   }
   __device__ static void decode(float (&value)[VEC], const u32 (&raw)[LOADS][4]) {
 #pragma unroll
-    for (int i = 0; i < VEC; ++i) value[i] = decode_planes(raw[0][i / 2] >> 16 * (i & 1) & 0xffffu, raw[1][i / 2] >> 16 * (i & 1) & 0xffffu);
+    for (int i = 0; i < 4; ++i) decode_planes(raw[0][i], raw[1][i], value[2 * i], value[2 * i + 1]);
   }
   __device__ static void store(char* at, i64 plane, const float (&value)[VEC]) {
     u32 hi[4], lo[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      u32 hi0, lo0, hi1, lo1;
-      encode_planes(value[2 * i], hi0, lo0);
-      encode_planes(value[2 * i + 1], hi1, lo1);
-      hi[i] = hi0 | hi1 << 16, lo[i] = lo0 | lo1 << 16;
-    }
+    for (int i = 0; i < 4; ++i) encode_planes(value[2 * i], value[2 * i + 1], hi[i], lo[i]);
     store_vector(at, hi);
     store_vector(at + plane, lo);
   }
@@ -80,7 +80,7 @@ struct WholeTwoPlanes {
 
 struct WholeFp32 {
   static constexpr int VEC = 4, LOADS = 1, BYTES = 4;
-  __device__ static void load(u32 (&raw)[LOADS][4], const char* at, i64) { load_streaming(raw[0], at); }
+  __device__ static void load(u32 (&raw)[LOADS][4], const char* at, i64) { load_vector(raw[0], at); }
   __device__ static void decode(float (&value)[VEC], const u32 (&raw)[LOADS][4]) {
 #pragma unroll
     for (int i = 0; i < VEC; ++i) value[i] = __uint_as_float(raw[0][i]);
@@ -95,7 +95,7 @@ struct WholeFp32 {
 
 struct WholeBf16 {
   static constexpr int VEC = 8, LOADS = 1, BYTES = 2;
-  __device__ static void load(u32 (&raw)[LOADS][4], const char* at, i64) { load_streaming(raw[0], at); }
+  __device__ static void load(u32 (&raw)[LOADS][4], const char* at, i64) { load_vector(raw[0], at); }
   __device__ static void decode(float (&value)[VEC], const u32 (&raw)[LOADS][4]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) value[2 * i] = low_bf16(raw[0][i]), value[2 * i + 1] = high_bf16(raw[0][i]);
@@ -110,7 +110,7 @@ struct WholeBf16 {
 
 struct WholeFp16 {
   static constexpr int VEC = 8, LOADS = 1, BYTES = 2;
-  __device__ static void load(u32 (&raw)[LOADS][4], const char* at, i64) { load_streaming(raw[0], at); }
+  __device__ static void load(u32 (&raw)[LOADS][4], const char* at, i64) { load_vector(raw[0], at); }
   __device__ static void decode(float (&value)[VEC], const u32 (&raw)[LOADS][4]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) value[2 * i] = low_fp16(raw[0][i]), value[2 * i + 1] = high_fp16(raw[0][i]);
