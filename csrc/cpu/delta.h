@@ -67,43 +67,45 @@ static void solve_tokens(const Params* p, const Row& row, int head, const Window
     }
 }
 
-// The exact fold of VW rows: all of the recurrence is row by row, so their u come from these rows alone.
-static void fold_exactly(const Row& row, const Window& w, const act* v, char* rows, const char* ahead) {
-  alignas(64) float state[VW * N], u[BUFFER_LEN * VW], product[BUFFER_LEN * VW];
-  for (int e = 0; e < VW * N; e += 2 * VW) {
-    vf a, b;
-    State::whole(rows, e, a, b);
-    store(state + e, a), store(state + e + VW, b);
+// The exact fold of a block: all of the recurrence is row by row, so its u come from these rows alone.
+static void fold_exactly(const Row& row, const Window& w, const act* v, char* state, Block block, const char* ahead, Block soon) {
+  alignas(64) float rows[VW * N], u[BUFFER_LEN * VW], product[BUFFER_LEN * VW];
+  for (int r = 0; r < VW; r++) {
+    const char* at = state + (r < HALF ? block.first + r : block.second + r - HALF) * N * State::read_bytes;
+    for (int n = 0; n < N; n += 2 * VW) {
+      vf a, b;
+      State::whole(at, n, a, b);
+      store(rows + r * N + n, a), store(rows + r * N + n + VW, b);
+    }
   }
-  multiply_rows<N, BUFFER_LEN>(FloatRows{state}, w.fold_columns, row.history, product, VW);
-  for (int j = 0; j < row.history; j++)
-    store(u + j * VW, Act::load(v + row.place[j] * P) - w.fold_state[j] * load(product + j * VW));
+  multiply_block<N, BUFFER_LEN>(FloatRows<N>{rows}, w.fold_columns, row.history, product, VW);
+  for (int j = 0; j < row.history; j++) {
+    const act* vj = v + row.place[j] * P;
+    store(u + j * VW, Act::load_halves(vj + block.first, vj + block.second) - w.fold_state[j] * load(product + j * VW));
+  }
   for (int j = 0; j < row.history; j++) {
     const vf done = w.fold_beta[j] * load(u + j * VW);
     for (int later = j + 1; later < row.history; later++)
       store(u + later * VW, load(u + later * VW) - w.pair[later * WINDOW + j] * done);
     store(u + j * VW, w.fold_weight[j] * done);
   }
-  fold_rows<State, VW, N, DECAY_VECTOR>(FloatRows{state}, rows, ahead, w.decay, u, w.right, row.history);
+  fold_block<State, VW, N, DECAY_VECTOR>(FromFloats<N>{rows}, state, block, ahead, soon, w.decay, u, HALF, w.right, row.history);
 }
 
 static void run_head(const Params* p, const Row& row, int head, const Window& w) {
   char* state = at<char>(p->state, 0) + (row.slot * p->state_slot + (long long)head * P * N) * State::whole_bytes;
-  const char* next = state + P * N * State::whole_bytes;
   act* ring_v = at<act>(p->ring_v, row.slot * p->ring_v_slot + (long long)head * RING_LEN * P);
   for (int t = 0; t < row.tokens; t++)
     std::memcpy(ring_v + row.place[row.history + t] * P, at<act>(p->v, row.batch * p->v_row + t * p->v_token + head * p->v_outer),
                 P * sizeof(act));
   alignas(64) float product[2 * MAX_TOKENS * P];
-  for (int p0 = 0; p0 < P; p0 += VW) {
-    char* rows = state + p0 * N * State::read_bytes;
-    const char* ahead = p0 + VW < P ? rows + VW * N * State::read_bytes : next;
-    const char* soon = row.flush ? rows : ahead;
-    if (DECAY_VECTOR)
-      multiply_rows<N, 2 * MAX_TOKENS>(ReadPlane<State>{rows, soon}, w.columns, 2 * row.tokens, product + p0, P);
+  for_each_block<State, P, N>(state, row.flush, [&](Block block, const auto& plane, const char* ahead, Block soon) {
+    const int second = block.second - block.first;
+    if constexpr (DECAY_VECTOR)
+      multiply_block<N, 2 * MAX_TOKENS>(plane, w.columns, 2 * row.tokens, product + block.first, P, second);
     else
-      multiply_plane<State, Act, N, 2 * MAX_TOKENS>(rows, soon, w.exact_columns, w.columns, 2 * row.tokens, product + p0, P);
-    if (row.flush) fold_exactly(row, w, ring_v + p0, rows, ahead);
-  }
+      multiply_plane<State, Act, N, 2 * MAX_TOKENS>(plane, w.exact_columns, w.columns, 2 * row.tokens, product + block.first, P, second);
+    if (row.flush) fold_exactly(row, w, ring_v, state, block, ahead, soon);
+  });
   solve_tokens(p, row, head, w, product);
 }

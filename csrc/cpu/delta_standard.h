@@ -25,7 +25,7 @@ INLINE void update_rows(const Place& place, const float* decay, const float* lef
   }
   if (!DECAY_VECTOR) ds[0] = splat(*decay);
   for (int r = 0; r < VW; r++) {
-    const Place row = place.from(r * N);
+    const Place row = place.row(r);
     const vf l = splat(left[r]);
     UNROLL for (int i = 0; i < N / VW; i += 2) {
       vf s0, s1;
@@ -41,7 +41,7 @@ static void run_head(const Params* p, const Row& row, int head, const Token* tok
     for (int t = 0; t < row.tokens; t++) {
       const Token& token = tokens[t];
       at_place(p, row, head, p0, t, kept, [&](auto place) {
-        multiply_rows<N, 2>(place, token.columns, 2, products, VW);
+        multiply_block<N, 2>(place, token.columns, 2, products, VW);
         const act* v = at<act>(p->v, row.batch * p->v_row + t * p->v_token + head * p->v_outer) + p0;
         const vf u = token.beta * (Act::load(v) - token.state_u * load(products));
         act* out = at<act>(p->out, row.batch * p->out_row + t * p->out_token + head * p->out_outer) + p0;

@@ -47,6 +47,7 @@ struct fp32 {
   static INLINE float scalar(T x) { return x; }
   static constexpr bool split = false;
   static INLINE vf load(const T* p) { return ::load(p); }
+  static INLINE vf load_halves(const T* a, const T* b) { return ::load_halves(a, b); }
   static INLINE void store(T* p, vf v) { ::store(p, v); }
   static INLINE void load2(const T* p, vf& a, vf& b) { a = load(p), b = load(p + VW); }
   static INLINE void store2(T* p, vf a, vf b) { store(p, a), store(p + VW, b); }
@@ -57,6 +58,7 @@ struct fp16 {
   static INLINE float scalar(T x) { return half_to_float(vh{} + x)[0]; }
   static constexpr bool split = false;
   static INLINE vf load(const T* p) { return half_to_float(load_as<vh>(p)); }
+  static INLINE vf load_halves(const T* a, const T* b) { return half_to_float(::load_halves(a, b)); }
   static INLINE void store(T* p, vf v) { store_as(p, float_to_half(v)); }
   static INLINE void load2(const T* p, vf& a, vf& b) { a = load(p), b = load(p + VW); }
   static INLINE void store2(T* p, vf a, vf b) { store(p, a), store(p + VW, b); }
@@ -67,6 +69,7 @@ struct bf16 {
   static INLINE float scalar(T x) { return as_float(vu{} + ((uint32_t)x << 16))[0]; }
   static constexpr bool split = true;
   static INLINE vf load(const T* p) { return as_float(widen(load_as<vh>(p)) << 16); }
+  static INLINE vf load_halves(const T* a, const T* b) { return as_float(widen(::load_halves(a, b)) << 16); }
   static INLINE void store(T* p, vf v) { store_as(p, narrow(bf16_round(as_bits(v)) >> 16)); }
   static INLINE void load2(const T* p, vf& even, vf& odd) {
     vu w = load_as<vu>(p);
@@ -81,8 +84,8 @@ struct bf16 {
 
 template <class F, int elements>
 struct OnePlane {
-  typedef F Format;
   static constexpr bool split = F::split;
+  static constexpr bool skips = false;
   static constexpr int read_bytes = sizeof(typename F::T);    // an element of the read plane
   static constexpr int whole_bytes = sizeof(typename F::T);   // an element of the checkpoint
   static INLINE void read(const char* head, int e, vf& a, vf& b) { F::load2((const typename F::T*)head + e, a, b); }
@@ -99,6 +102,7 @@ struct OnePlane {
 template <int elements>
 struct TwoPlanes {
   static constexpr bool split = true;
+  static constexpr bool skips = true;  // a step reads one plane of every head and skips the other
   static constexpr int read_bytes = 2;
   static constexpr int whole_bytes = 4;
   static INLINE void read(const char* head, int e, vf& even, vf& odd) { bf16::load2((const uint16_t*)head + e, even, odd); }

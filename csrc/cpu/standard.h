@@ -33,11 +33,15 @@ INLINE char* state_block(const Params* p, long long slot, int head) {
 template <bool FIRST, bool LAST>
 struct Place {
   static constexpr int ROWS = 1;
+  static constexpr bool FALLING = false;
   const char* source;
   char* to;
   float* kept;
 
-  INLINE Place from(int e) const { return {source + e * State::read_bytes, to ? to + e * State::read_bytes : nullptr, kept + e}; }
+  INLINE Place row(int r) const {
+    const int e = r * N;
+    return {source + e * State::read_bytes, to ? to + e * State::read_bytes : nullptr, kept + e};
+  }
   INLINE void operator()(int e, vf& a, vf& b) const {
     if (FIRST)
       State::read(source, e, a, b);

@@ -42,8 +42,10 @@
 #endif
 
 #define INLINE inline __attribute__((always_inline))
+#define INLINE_LAMBDA __attribute__((always_inline))
 
 constexpr int VW = VECTOR_BYTES / 4;  // fp32 lanes of a vector
+constexpr int HALF = VW / 2;
 
 constexpr int round_up(int n, int unit) { return (n + unit - 1) / unit * unit; }
 
@@ -51,6 +53,8 @@ typedef float vf __attribute__((vector_size(VECTOR_BYTES)));
 typedef int32_t vi __attribute__((vector_size(VECTOR_BYTES)));
 typedef uint32_t vu __attribute__((vector_size(VECTOR_BYTES)));
 typedef uint16_t vh __attribute__((vector_size(VECTOR_BYTES / 2)));
+typedef float half_vf __attribute__((vector_size(VECTOR_BYTES / 2)));
+typedef uint16_t half_vh __attribute__((vector_size(VECTOR_BYTES / 4)));
 
 // Loads and stores go through memcpy: any alignment, no aliasing assumption, one instruction.
 template <class V>
@@ -113,6 +117,28 @@ struct LanesTo<0, I...> {
   typedef Lanes<I...> type;
 };
 typedef typename LanesTo<VW>::type AllLanes;
+
+// A vector from two runs of HALF numbers, and back.
+#if defined(__clang__) || __GNUC__ >= 12
+template <class V, class H, int... I>
+INLINE V join(H a, H b, Lanes<I...>) {
+  return SHUFFLE(a, b, I...);
+}
+#else
+template <class V, class H, int... I>
+INLINE V join(H a, H b, Lanes<I...>) {
+  V v;
+  std::memcpy(&v, &a, sizeof a);
+  std::memcpy((char*)&v + sizeof a, &b, sizeof b);
+  return v;
+}
+#endif
+INLINE vf load_halves(const float* a, const float* b) { return join<vf>(load_as<half_vf>(a), load_as<half_vf>(b), AllLanes()); }
+INLINE vh load_halves(const uint16_t* a, const uint16_t* b) { return join<vh>(load_as<half_vh>(a), load_as<half_vh>(b), AllLanes()); }
+INLINE void store_halves(float* a, float* b, vf v) {
+  std::memcpy(a, &v, sizeof v / 2);
+  std::memcpy(b, (const char*)&v + sizeof v / 2, sizeof v / 2);
+}
 
 // Even and odd elements of 2 VW consecutive ones, and back.
 template <int... I>
