@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 WARPS = 4
 HEADS_MAX = 8
+CURSOR_THREADS = 256
+ORDERED_ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ def shared_memory(spec: ReplaySpec) -> SharedMemory:
     split_row, float_row = (spec.state_dim + 8) * 2, (spec.state_dim + 4) * 4
     columns = max(terms * (4 * tokens + _round_up(length, 8)) * split_row, 2 * length * (3 * split_row if length <= 32 else float_row))
     rest = 2 * tokens * gram_row + (tokens * spec.state_dim + spec.state_dim + ring + tokens) * 4
-    return SharedMemory(_round_up(columns + (tokens + ring) * row + values + factors + rest, 16), 0)
+    return SharedMemory(_round_up(_round_up(columns + (tokens + ring) * row + values + factors, 8) + rest, 16), 0)
 
 
 def constants(spec: ReplaySpec) -> dict[str, int]:
@@ -62,15 +64,16 @@ def constants(spec: ReplaySpec) -> dict[str, int]:
 
 def min_blocks(spec: ReplaySpec) -> int:
     """Blocks that must fit on a multiprocessor: it bounds the registers of a thread."""
-    narrow_read = spec.state_dim * spec.read_dtype.itemsize <= 256
-    narrow = narrow_read and spec.dtype is torch.bfloat16
+    narrow = spec.state_dim * spec.read_dtype.itemsize <= 256 and spec.dtype is torch.bfloat16
     if spec.family == "mamba2":
-        if spec.buffer_len > 32:
+        if spec.buffer_len > 32 or spec.dtype is torch.float32:
             return 3
-        return 5 if narrow and spec.buffer_len <= 16 and spec.max_tokens <= 8 else 4
-    if spec.buffer_len > 32 or spec.state_dim > 128 or (spec.family == "kda" and spec.buffer_len > 16):
-        return 3 if spec.family == "gdn" or spec.buffer_len <= 32 else 2
-    return 4
+        if narrow and spec.buffer_len <= 16 and spec.max_tokens <= (8 if spec.state_format == "fp32_bf16" else 2):
+            return 5
+        return 3 if spec.max_tokens > 8 else 4
+    if spec.family == "kda" and spec.buffer_len > 32:
+        return 2
+    return 4 if narrow and spec.buffer_len <= (16 if spec.family == "kda" else 32) else 3
 
 
 def smem_bytes(spec: ReplaySpec, heads: int) -> int:
@@ -114,6 +117,12 @@ def heads_per_block(spec: ReplaySpec, rows: int, smem_limit: int) -> int:
     while heads > 1 and smem_bytes(spec, heads) * min_blocks(spec) > smem_limit:
         heads -= 1
     return heads
+
+
+def splits(spec: ReplaySpec, blocks: int) -> int:
+    """Blocks among which the rows of each block's state are divided: more than one only where the device would stay half empty."""
+    slabs = spec.head_dim // 16
+    return -(-slabs // WARPS) if blocks <= 132 and slabs > WARPS else 1
 
 
 def standard_grid(spec: ReplaySpec, rows: int) -> tuple[int, int, int]:

@@ -47,10 +47,10 @@ __device__ __forceinline__ void encode_planes(float even, float odd, u32& hi, u3
   const u32 a = __float_as_uint(even), b = __float_as_uint(odd);
   hi = __byte_perm(a + 0x8000u, b + 0x8000u, 0x7632);
   lo = __byte_perm(a, b, 0x5410);
-  if (even != even || odd != odd) {
-    if (even != even) hi = (hi & 0xffff0000u) | 0x7fc0u | (a >> 16 & 0x8000u), lo &= 0xffff0000u;
-    if (odd != odd) hi = (hi & 0xffffu) | 0x7fc00000u | (b & 0x80000000u), lo &= 0xffffu;
-  }
+}
+__device__ __forceinline__ void encode_nan(float even, float odd, u32& hi, u32& lo) {
+  if (even != even) hi = (hi & 0xffff0000u) | 0x7fc0u | (__float_as_uint(even) >> 16 & 0x8000u), lo &= 0xffff0000u;
+  if (odd != odd) hi = (hi & 0xffffu) | 0x7fc00000u | (__float_as_uint(odd) & 0x80000000u), lo &= 0xffffu;
 }
 __device__ __forceinline__ void decode_planes(u32 hi, u32 lo, float& even, float& odd) {
   even = __uint_as_float((hi << 16) + u32(int(lo << 16) >> 16));
@@ -73,6 +73,12 @@ struct WholeTwoPlanes {
     u32 hi[4], lo[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) encode_planes(value[2 * i], value[2 * i + 1], hi[i], lo[i]);
+    bool nan = false;
+#pragma unroll
+    for (int i = 0; i < VEC; ++i) nan |= value[i] != value[i];
+    if (nan)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) encode_nan(value[2 * i], value[2 * i + 1], hi[i], lo[i]);
     store_vector(at, hi);
     store_vector(at + plane, lo);
   }

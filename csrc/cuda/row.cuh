@@ -27,34 +27,8 @@ __device__ __forceinline__ bool is_folding(const Params& p, int tokens, int hist
   return p.fold_only ? history > 0 : tokens > 0 && history + tokens > BUFFER_LEN;
 }
 
-// Which row a block serves. Rows that flush take several times as long as the others, so they go first, or the last ones to
-// start would finish long after the rest. Every warp finds the order by itself, from the cursors.
-__device__ __forceinline__ int pick_row(const Params& p, int index, int lane) {
-  constexpr int ENOUGH = 16, MOST = 1024;  // fewer rows run all at once anyway; more would cost too many loads
-  if (p.rows < ENOUGH || p.rows > MOST) return index;
-  const int* slots = static_cast<const int*>(p.slots);
-  auto folds = [&](int row) {
-    if (row >= p.rows) return false;
-    const int slot = slots[row];
-    return slot >= 0 && slot != p.pad_slot && is_folding(p, count_tokens(p, row), static_cast<const int*>(p.history)[slot]);
-  };
-  int folding = 0;
-#pragma unroll 1
-  for (int first = 0; first < p.rows; first += 32) folding += __popc(__ballot_sync(~0u, folds(first + lane)));
-  const bool wanted = index < folding;  // the index-th row that folds, or the (index - folding)-th that does not
-  int rank = wanted ? index : index - folding;
-#pragma unroll 1
-  for (int first = 0; first < p.rows; first += 32) {
-    const u32 rows = __ballot_sync(~0u, first + lane < p.rows && folds(first + lane) == wanted);
-    const int here = __popc(rows);
-    if (rank < here) {
-      const bool match = (rows >> lane & 1) && __popc(rows & ((1u << lane) - 1)) == rank;
-      return first + __ffs(__ballot_sync(~0u, match)) - 1;
-    }
-    rank -= here;
-  }
-  return index;
-}
+// Which row a block serves: the order that the last commit left, or that of the batch.
+__device__ __forceinline__ int pick_row(const Params& p) { return p.order ? static_cast<const int*>(p.order)[blockIdx.y] : blockIdx.y; }
 
 __device__ __forceinline__ Row load_row(const Params& p, int row) {
   const int* cu_seqlens = static_cast<const int*>(p.cu_seqlens);
