@@ -8,9 +8,11 @@ everything that the step had no business to touch must have kept its bits.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, field
 
+import pytest
 import torch
 
 from replayssm_jit import GdnSpec, KdaSpec, Mamba2Spec, ReplayCache, ReplayWrapper
@@ -605,6 +607,9 @@ def small_spec(family: str, **changes):
 FAMILIES = ("mamba2", "gdn", "kda")
 DELTA = tuple(family for family in FAMILIES if family != "mamba2")
 
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+SHORT = {dtype: name for name, dtype in DTYPES.items()}
+
 #: checkpoint_dtype, read_dtype
 FORMATS = {
     "fp32": (torch.float32, torch.float32),
@@ -612,6 +617,19 @@ FORMATS = {
     "bf16": (torch.bfloat16, torch.bfloat16),
     "fp16": (torch.float16, torch.float16),
 }
+
+
+def crossed(first, *others, always):
+    """Cases ``(a, b, ...)`` of every combination; those of which ``always`` is not true are marked slow: they add no code path."""
+    return [case if always(*case) else pytest.param(*case, marks=pytest.mark.slow) for case in itertools.product(first, *others)]
+
+
+def precisions(family):
+    """Cases of ``(dtype, state_format)``: every pair of formats, by default each format and each dtype at least once."""
+    usual = {("bf16", name) for name in FORMATS} | {("fp32", "fp32"), ("fp32", "fp32_bf16"), ("fp16", "fp32_bf16"), ("fp16", "fp16")}
+    if family != "mamba2":
+        usual -= {("bf16", "fp16"), ("fp16", "fp32_bf16")}
+    return crossed([family], DTYPES.values(), FORMATS, always=lambda _, dtype, name: (SHORT[dtype], name) in usual)
 
 
 def with_format(name: str) -> dict[str, torch.dtype]:

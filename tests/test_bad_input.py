@@ -458,13 +458,38 @@ def test_debug_names_row_and_slot(watched):
             watched.cache.flush(index)
 
 
+def test_debug_names_a_count_out_of_range(watched):
+    """Lengths, offsets, accepted counts and positions, which only the device knows; those of padding rows are nobody's."""
+    b = watched
+    cases = {
+        r"num_tokens\[1\].* 5": lambda: b.wrapper.plan(b.slots, b.index(2, 5, 2)),
+        r"num_tokens\[2\].* -1": lambda: b.wrapper.plan(b.slots, b.index(2, 4, -1)),
+        r"cu_seqlens\[1\].* -2": lambda: b.wrapper.plan(b.slots, cu_seqlens=b.index(0, 4, 2, 6)),
+        r"cu_seqlens\[2\].* 5": lambda: b.wrapper.plan(b.slots, cu_seqlens=b.index(0, 1, 2, 7)),
+        r"cu_seqlens\[0\].* -1": lambda: b.wrapper.plan(b.slots, cu_seqlens=b.index(-1, 0, 2, 4)),
+        r"num_accepted\[0\].* 3": lambda: b.wrapper.commit(b.slots, 2, b.index(3, 0, 0)),
+        r"num_accepted\[1\].* 2": lambda: b.wrapper.commit(b.slots, b.index(2, 1, 1), b.index(2, 2, 0)),
+        r"positions.* -7 in row 1": lambda: b.cache.load_state(0, b.slots, b.state, positions=b.index(1, -7, 0, dtype=torch.int64)),
+    }
+    for match, call in cases.items():
+        tensors, *rest = b.picture()
+        with pytest.raises(ValueError, match=match):
+            call()
+        after, *rest_after = b.picture()
+        assert rest == rest_after
+        assert all(torch.equal(a, c) for a, c in zip(tensors, after, strict=True))
+    b.wrapper.plan(b.index(2, -1, 1), b.index(2, 99, 1))
+    b.wrapper.commit(b.index(2, -1, 1), 2, b.index(2, 99, 1))
+
+
 def test_debug_names_the_open_slot(watched):
     """Run twice without a commit would fold twice."""
     watched.run()
     watched.run(1)
     cursors = watched.cache.history.tolist()
-    with pytest.raises(RuntimeError, match="slot 2"):
-        watched.run()
+    for layer in range(2):
+        with pytest.raises(RuntimeError, match="slot 2"):
+            watched.run(layer)
     for move in (watched.cache.reset, watched.cache.flush, lambda slots: watched.cache.load_state(0, slots, watched.state[:1])):
         with pytest.raises(RuntimeError, match="slot 0"):
             move([0])

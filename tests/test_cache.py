@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from harness import FAMILIES, FORMATS, Harness, bits, decode_planes, same_bits, small_spec, stored, upper_plane, with_format
+from harness import FAMILIES, FORMATS, Harness, bits, crossed, decode_planes, same_bits, small_spec, stored, upper_plane, with_format
 
 from replayssm_jit import ReplayCache
 
@@ -44,7 +44,7 @@ def patterns(count: int) -> torch.Tensor:
     return torch.where(values >= 2**31, values - 2**32, values).to(torch.int32).view(torch.float32)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["mamba2"])  # encoding knows no family
 def test_two_planes_keep_every_pattern(family, device):
     """Load and read are exact for every float32 pattern; NaN keeps its sign only."""
     cache = allocate(family, device, slots=4, **with_format("fp32_bf16"))
@@ -64,7 +64,7 @@ def test_two_planes_keep_every_pattern(family, device):
 @pytest.mark.parametrize("state_format", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("layout", ["vk", "kv"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["mamba2"])
 def test_load_and_read(family, layout, dtype, state_format, device):
     """Both layouts and every dtype, rounded to nearest even where the checkpoint or the tensor is narrower; any strides."""
     cache = allocate(family, device, slots=4, layers=2, **with_format(state_format))
@@ -84,7 +84,7 @@ def test_load_and_read(family, layout, dtype, state_format, device):
     assert not cache.read_state(1, [1, 3]).any(), "another slot changed"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["mamba2"])
 def test_a_checkpoint_beyond_fp16(family, device):
     cache = allocate(family, device, **with_format("fp16"))
     state = torch.full((1, *cache.spec.shape("H", "P", "N")), 1e6, device=device)
@@ -132,20 +132,20 @@ def same_future(family, device, prepare, positions, **changes):
     used.finish()
 
 
-@pytest.mark.parametrize("state_format", FORMATS)
-@pytest.mark.parametrize("family", FAMILIES)
+LIVES = crossed(FAMILIES, FORMATS, always=lambda family, name: name == "fp32_bf16" or (family, name) == ("mamba2", "bf16"))
+
+
+@pytest.mark.parametrize(("family", "state_format"), LIVES)
 def test_reset_is_a_fresh_slot(family, state_format, device):
     same_future(family, device, lambda harness: harness.reset([-1, 1]), 0, **with_format(state_format))
 
 
-@pytest.mark.parametrize("state_format", FORMATS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "state_format"), LIVES)
 def test_load_is_a_fresh_slot(family, state_format, device):
     same_future(family, device, lambda harness: harness.load(1, position=2**33), 2**33, **with_format(state_format))
 
 
-@pytest.mark.parametrize("state_format", FORMATS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "state_format"), LIVES)
 def test_flush(family, state_format, device):
     """Everything committed is folded; positions advance; a second flush and an empty history change nothing."""
     harness = Harness(small_spec(family, **with_format(state_format)), device, layers=2, slots=4, seed=44)

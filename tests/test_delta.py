@@ -65,10 +65,12 @@ def test_options(family, options, device):
     ("heads", "key_heads", "head_dim", "state_dim"),
     [
         (4, 4, 128, 128),
+        (4, 2, 128, 128),
+        (6, 2, 128, 128),
         (8, 2, 128, 128),
-        (6, 3, 64, 64),
-        (6, 2, 128, 64),
+        (3, 3, 64, 64),
         (5, 1, 64, 128),
+        (6, 2, 128, 64),
         (2, 1, 256, 64),
         (2, 1, 64, 256),
         (2, 2, 256, 256),
@@ -77,7 +79,7 @@ def test_options(family, options, device):
 @pytest.mark.parametrize("family", DELTA)
 def test_shapes(family, heads, key_heads, head_dim, state_dim, device):
     """Published shapes, other ratios of value to key heads (odd ones too), and every head_dim and state_dim."""
-    spec = small_spec(family, heads=heads, key_heads=key_heads, head_dim=head_dim, state_dim=state_dim)
+    spec = small_spec(family, heads=heads, key_heads=key_heads, head_dim=head_dim, state_dim=state_dim, buffer_len=4, max_tokens=3)
     run_cycles(Harness(spec, device, slots=2, seed=113), "padded")
 
 
@@ -90,7 +92,7 @@ def nearly_parallel(k, generator):
     return base + 1e-3 * k
 
 
-@pytest.mark.parametrize("strength", [1.0, 0.99, 0.5])
+@pytest.mark.parametrize("strength", [1.0, 0.5])
 @pytest.mark.parametrize("family", DELTA)
 def test_nearly_parallel_keys(family, strength, device):
     """Every token rewrites what the one before wrote: the solve must not amplify errors."""
@@ -126,19 +128,19 @@ def test_zero_keys(family, device):
     run_cycles(edited(harness, k=lambda k, g: k * torch.randint(0, 2, (k.shape[0], 1, 1), generator=g)), "padded")
 
 
-@pytest.mark.parametrize("decay", [0.0, -1e-7, -1e-3, -5.0, -20.0, -80.0, "mixed"])
+@pytest.mark.parametrize("decay", [0.0, -20.0, "mixed"])
 @pytest.mark.parametrize("family", DELTA)
 def test_gate_strength(family, decay, device):
     """No decay at all up to one that leaves nothing, over a window of 64 tokens: finite and right."""
-    spec = small_spec(family, gate="precomputed", buffer_len=64, max_tokens=8, **EXACT)
+    spec = small_spec(family, gate="precomputed", buffer_len=64, max_tokens=16, **EXACT)
     choices = torch.tensor([0.0, -1e-7, -1e-3, -1.0, -5.0, -20.0, -80.0] if decay == "mixed" else [decay])
 
     def choose(g, generator):
         return choices[torch.randint(0, len(choices), g.shape, generator=generator)]
 
     harness = edited(Harness(spec, device, slots=1, seed=118), g=choose)
-    for _ in range(20):  # 160 tokens: more than two windows
-        harness.step([(0, 8)], [8])
+    for _ in range(9):  # more than two windows
+        harness.step([(0, 16)], [16])
     assert harness.slots[0].position > 64
     harness.finish()
 

@@ -31,5 +31,5 @@ MAMBA2 = {
 def test_mamba2(model, device):
     head_dim, state_dim, ratio = MAMBA2[model]
     groups = 2 if ratio <= 16 else 1
-    spec = Mamba2Spec(heads=groups * ratio, groups=groups, head_dim=head_dim, state_dim=state_dim, buffer_len=8, max_tokens=4)
+    spec = Mamba2Spec(heads=groups * ratio, groups=groups, head_dim=head_dim, state_dim=state_dim, buffer_len=4, max_tokens=3)
     run_cycles(Harness(spec, device, slots=2, seed=20), "padded")
