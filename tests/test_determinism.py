@@ -2,7 +2,9 @@
 
 import pytest
 import torch
-from harness import FAMILIES, Harness, same_bits, small_spec, with_format
+from harness import FAMILIES, Harness, make_inputs, make_weights, same_bits, small_spec, with_format
+
+from replayssm_jit import ReplayCache, ReplayWrapper
 
 
 def snapshot(cache):
@@ -104,3 +106,36 @@ def test_threads(family):
             assert same_bits(run(harness, inputs, [4, 2, 0, 1, 3]), want)
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("rows", [17, 300, 5000])
+def test_large_batches(rows, device):
+    """A batch of many rows, in whatever order the device takes them, is the sum of its parts, step after step."""
+    spec = small_spec("mamba2", head_dim=32, state_dim=64)
+    generator = torch.Generator().manual_seed(31)
+    weights = {k: v.to(device) for k, v in make_weights(spec, generator, set()).items()}
+    whole, parts = (ReplayCache.allocate(spec, num_layers=1, num_slots=rows, device=device) for _ in range(2))
+    one, many = ReplayWrapper(whole), ReplayWrapper(parts)
+    for cache in (whole, parts):
+        cache.set_weights(0, **weights)
+    for _ in range(6):
+        slots = torch.randperm(rows, generator=generator).to(torch.int32)
+        slots[torch.randperm(rows, generator=generator)[: rows // 10]] = -1
+        counts, accepted = (torch.randint(0, high, (rows,), generator=generator, dtype=torch.int32) for high in (5, 5))
+        accepted = torch.minimum(accepted, counts)
+        inputs = {k: v.unflatten(0, (rows, 4)).to(device) for k, v in make_inputs(spec, 4 * rows, generator, set()).items()}
+        slots, counts, accepted = slots.to(device), counts.to(device), accepted.to(device)
+        one.plan(slots, counts)
+        out = one.run(0, **inputs)
+        one.commit(slots, counts, accepted)
+        size = 15 if rows <= 300 else 1500
+        for start in range(0, rows, size):
+            part = slice(start, start + size)
+            many.plan(slots[part], counts[part])
+            assert same_bits(many.run(0, **{k: v[part] for k, v in inputs.items()}), out[part])
+            many.commit(slots[part], counts[part], accepted[part])
+        for name, tensor in whole.layers[0].items():
+            assert same_bits(tensor, parts.layers[0][name]), name
+        assert torch.equal(whole.history, parts.history)
+        assert torch.equal(whole.position, parts.position)
+    assert int(whole.position.max()) > 0
