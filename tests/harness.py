@@ -415,7 +415,9 @@ class Harness:
                     for t in inputs.values():
                         t[where] = math.nan
             inputs = self.layout({name: t.to(self.device) for name, t in inputs.items()}, 1 if mode == "packed" else 2)
-            outputs.append(self.wrapper.run(layer, **inputs))
+            leading = (sum(lengths),) if mode == "packed" else (len(rows), width)
+            out = torch.full((*leading, *spec.shape("H", "P")), math.nan, dtype=spec.dtype, device=self.device)
+            outputs.append(self.wrapper.run(layer, out=out, **inputs))
         for layer, out in enumerate(outputs):
             assert out.dtype == spec.dtype
             for r, (slot, t) in enumerate(rows):

@@ -111,6 +111,7 @@ def test_rows_without_tokens(family, mode, device):
     while harness.slots[1].history < full:
         harness.step([(1, 1)], [1])
     harness.step([(0, 0), (1, 0), (2, 3)], [0, 0, 3], mode=mode)
+    harness.step([(0, 0), (1, 0)], [0, 0], mode=mode)
     if mode == "padded":
         harness.step([(0, 0), (1, 0)], [0, 0], mode=mode, width=2)
     assert harness.slots[1].history == full
