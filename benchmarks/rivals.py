@@ -7,6 +7,7 @@ are not covered.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import importlib.metadata
 import os
@@ -34,6 +35,8 @@ def version(package: str) -> str | None:
     """Version of a package; None, and a line that says why, where it cannot be imported."""
     os.environ.setdefault("FLASHINFER_DISABLE_JIT", "1")
     try:
+        if package == "flashinfer":  # modules built where there is no driver do not name the library that they need
+            ctypes.CDLL("libcuda.so.1", ctypes.RTLD_GLOBAL)
         importlib.import_module(PACKAGES[package])
     except Exception as error:  # a package that does not fit the others may raise anything
         print(f"{package} is absent: {error}")

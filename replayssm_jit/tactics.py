@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 WARPS = 4
 HEADS_MAX = 8
 CURSOR_THREADS = 256
-ORDERED_ROWS = 16
+#: Batches whose rows a commit puts in order: fewer rows run all at once anyway, more are beyond what its one block holds.
+ORDERED_ROWS = range(16, 16 * CURSOR_THREADS + 1)
 
 
 @dataclass(frozen=True)

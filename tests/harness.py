@@ -559,7 +559,10 @@ class Harness:
                         if tolerance == 0:
                             assert same_bits(got, want.to(got.dtype)), f"slot {slot}: ring_{name} is not the exact input"
                         else:
-                            assert torch.allclose(got.double(), want.double(), rtol=tolerance, atol=1e-12), f"slot {slot}: ring_{name}"
+                            # A log decay acts through its exponential, whose relative error is the exponent's absolute one: half a unit
+                            # in the last place of fp32 is invisible there, while a sigmoid's far tail loses relative accuracy.
+                            floor = 6e-8 if name == "g" else 1e-12
+                            assert torch.allclose(got.double(), want.double(), rtol=tolerance, atol=floor), f"slot {slot}: ring_{name}"
                     if spec.family != "mamba2" and t:
                         tip = model.read_tip[layer]
                         _, want = with_ring(spec, tokens, self.weights[layer], tip, tip)

@@ -99,7 +99,7 @@ def test_captured_step(family, mode):
     harness = Harness(small_spec(family), "cuda", layers=LAYERS, slots=SLOTS, seed=100)
     captured = CapturedStep(harness, mode)
     most = harness.spec.max_tokens
-    for _ in range(16):
+    for _ in range(80):
         lengths = range(most, most + 1) if mode == "fixed" else range(most + 1)
         rows = harness.random_rows(lengths, rows=harness.randint(1, ROWS))
         captured.replay(rows, [harness.randint(0, t) for _, t in rows])
