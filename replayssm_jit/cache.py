@@ -7,20 +7,17 @@ Cursors live on the device and are moved by a commit alone, once a step.
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 
-from . import kernels
+from . import checks, kernels
+from .blob import bit_view, export_slots, import_slots
+from .jit import env
 from .kernels import COMMIT, FLUSH, RESET, STATE_DTYPES
 from .specs import ReplaySpec
 
 Slots = torch.Tensor | Sequence[int]
-
-#: Alignment of every cache tensor's base and slot stride, in bytes: the width of one vector load.
-ALIGNMENT = 16
 
 
 class ReplayCache:
@@ -42,8 +39,9 @@ class ReplayCache:
     error : torch.Tensor
         int32 ``[1]``, sticky error bits; see :meth:`check`.
     debug : bool
-        Check values that need a device synchronisation (slots in range and distinct, no slot run twice without a commit).
-        Defaults to the environment variable ``REPLAYSSM_DEBUG``.
+        Check values that need a device synchronisation: slots in range and distinct, row lengths and counts in range, no slot
+        run twice, reset, folded or moved while its step has no commit. Defaults to the environment variable
+        ``REPLAYSSM_DEBUG``. Nothing is checked while a graph is captured.
     """
 
     def __init__(self, spec: ReplaySpec, layers: list[dict[str, torch.Tensor]], cursors: Mapping[str, torch.Tensor]) -> None:
@@ -57,8 +55,8 @@ class ReplayCache:
         self.position = cursors["position"]
         self.weights: list[dict[str, torch.Tensor] | None] = [None] * len(layers)
         self.error = torch.zeros(1, dtype=torch.int32, device=self.device)
-        self.debug = os.environ.get("REPLAYSSM_DEBUG", "0") not in ("", "0")
-        self._open: set[int] = set()
+        self.debug = env.debug()
+        self._open: dict[int, set[int]] = {}  # debug mode: slots that ran without a commit since, and in which layers
         self._cursors = kernels.CursorKernel(self.device)
         self._state = kernels.StateKernel(spec, self.device)
         self._step: kernels.StepKernel | None = None
@@ -80,12 +78,12 @@ class ReplayCache:
 
         Raises
         ------
-        ValueError
-            A count is not positive, or the device is of another type.
+        ValueError, TypeError
+            A count is not positive, the device is of another type, or ``spec`` is none.
         """
-        for name, value in (("num_layers", num_layers), ("num_slots", num_slots)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} must be a positive int, got {value!r}")
+        _check_spec(spec)
+        checks.plain_int("num_layers", num_layers, 1)
+        checks.plain_int("num_slots", num_slots, 1)
         where = _indexed(torch.device(device))
         layers = [
             {name: torch.zeros(num_slots, *shape, dtype=dtype, device=where) for name, (shape, dtype) in spec.cache_tensors.items()}
@@ -105,7 +103,7 @@ class ReplayCache:
             Shapes and precision.
         layers : sequence of mappings
             Per layer every tensor of ``spec.cache_tensors``: dimension 0 is the slot, at any stride that is a multiple of
-            16 bytes; the others are contiguous.
+            16 bytes and keeps slots apart; the others are contiguous.
         cursors : mapping, optional
             ``ring_start`` and ``history`` (int32 ``[slots]``) and ``position`` (int64 ``[slots]``). Fresh ones when absent.
 
@@ -116,26 +114,30 @@ class ReplayCache:
         TypeError
             A tensor has the wrong dtype.
         """
+        _check_spec(spec)
         if not layers:
             raise ValueError("layers must name at least one layer, got none")
-        state = layers[0].get("state")
-        if not isinstance(state, torch.Tensor) or state.dim() == 0:
-            raise ValueError("layers[0] must have a tensor 'state'")
+        state = checks.tensor("layers[0]['state']", layers[0].get("state"))
+        if state.dim() == 0 or state.shape[0] == 0:
+            raise ValueError(f"layers[0]['state'] must have at least one slot, got shape {list(state.shape)}")
         device, num_slots = state.device, state.shape[0]
         kernels.backend_of(device)
         adopted: list[dict[str, torch.Tensor]] = []
         for i, layer in enumerate(layers):
             if set(layer) != set(spec.cache_tensors):
                 raise ValueError(f"layers[{i}] must have the tensors {sorted(spec.cache_tensors)}, got {sorted(layer)}")
-            for name, (shape, dtype) in spec.cache_tensors.items():
-                _check_cache_tensor(f"layers[{i}][{name!r}]", layer[name], (num_slots, *shape), dtype, device)
-            adopted.append(dict(layer))
+            adopted.append(
+                {
+                    name: checks.cache_tensor(f"layers[{i}][{name!r}]", layer[name], (num_slots, *shape), dtype, device)
+                    for name, (shape, dtype) in spec.cache_tensors.items()
+                }
+            )
         if cursors is None:
             cursors = _fresh_cursors(num_slots, device)
         for name, dtype in _CURSORS.items():
             if name not in cursors:
                 raise ValueError(f"cursors must have {sorted(_CURSORS)}, got {sorted(cursors)}")
-            _check_vector(f"cursors[{name!r}]", cursors[name], num_slots, dtype, device)
+            checks.vector(f"cursors[{name!r}]", cursors[name], num_slots, dtype, device)
         return cls(spec, adopted, cursors)
 
     @property
@@ -160,7 +162,7 @@ class ReplayCache:
         ValueError, TypeError
             A weight is missing, unknown, or has the wrong shape, dtype, device or stride; the message names it.
         """
-        self._layer(layer)
+        self.check_layer(layer)
         declared = {weight.name: weight for weight in self.spec.weights}
         unknown = weights.keys() - declared.keys()
         if unknown:
@@ -183,7 +185,7 @@ class ReplayCache:
         slots : torch.Tensor or sequence of int
             int32 ``[n]`` on the cache's device; negative entries are skipped.
         """
-        index = self.slots_tensor(slots)
+        index = self._closed(slots)
         for layer in self.layers:
             self._launch_state(layer, index)
         self._launch_cursors(index, RESET)
@@ -206,12 +208,14 @@ class ReplayCache:
         positions : torch.Tensor, optional
             int64 ``[n]``: tokens each state has seen; 0 when absent.
         """
-        index = self.slots_tensor(slots)
-        tensors = self._layer(layer)
+        self.check_layer(layer)
+        index = self._closed(slots)
         view = self._state_view("state", state, index.numel(), layout)
         if positions is not None:
-            _check_vector("positions", positions, index.numel(), torch.int64, self.device)
-        self._launch_state(tensors, index, view)
+            checks.vector("positions", positions, index.numel(), torch.int64, self.device)
+            if self.watching and int(positions.min()) < 0:
+                raise ValueError(f"positions must not be negative, got {int(positions.min())} in row {int(positions.argmin())}")
+        self._launch_state(self.layers[layer], index, view)
         self._launch_cursors(index, RESET, positions=positions)
 
     def read_state(self, layer: int, slots: Slots, out: torch.Tensor | None = None, *, layout: str = "vk") -> torch.Tensor:
@@ -233,12 +237,12 @@ class ReplayCache:
         torch.Tensor
             ``out``, or a fresh float32 tensor.
         """
-        index = self.slots_tensor(slots)
-        tensors = self._layer(layer)
+        self.check_layer(layer)
+        index = self.to_device(self.check_slots(slots))
         if out is None:
             shape = self.spec.shape("H", "P", "N") if layout == "vk" else self.spec.shape("H", "N", "P")
             out = torch.zeros(index.numel(), *shape, dtype=torch.float32, device=self.device)
-        self._launch_state(tensors, index, self._state_view("out", out, index.numel(), layout), store=1)
+        self._launch_state(self.layers[layer], index, self._state_view("out", out, index.numel(), layout), store=1)
         return out
 
     def flush(self, slots: Slots) -> None:
@@ -249,17 +253,91 @@ class ReplayCache:
         slots : torch.Tensor or sequence of int
             int32 ``[n]``; negative entries are skipped. Enqueue between a commit and the next run.
         """
-        index = self.slots_tensor(slots)
-        rows = index.numel()
+        index = self._closed(slots)
         if self._step is None:
             self._step = kernels.StepKernel(self.spec, self.device)
         step = self._step
-        constants = step.constants(rows)
+        fields, launch = step.plan(index.numel())
+        layers = [self.step_fields(layer) for layer in range(len(self.layers))]
         buffer = step.params.buffer()
-        for layer in range(len(self.layers)):
-            step.params.pack(buffer, **self.step_fields(layer), **constants, slots=index.data_ptr(), pad_slot=-1, fold_only=1)
-            step.launch(ctypes.addressof(buffer), rows, constants["heads_per_block"])
+        for layer_fields in layers:
+            step.params.pack(buffer, **layer_fields, **fields, slots=index.data_ptr(), pad_slot=-1, fold_only=1)
+            launch(ctypes.addressof(buffer))
         self._launch_cursors(index, FLUSH)
+
+    def copy_slots(self, source: Slots, destination: Slots) -> None:
+        """Copy slots whole, all layers: checkpoint, ring, cursors. Source and copy then go on independently (fork, beam search).
+
+        All sources are read before a destination is written, so slots may be permuted. Enqueued on the current stream without a
+        synchronisation, and may be captured; enqueue between a commit and the next run.
+
+        Parameters
+        ----------
+        source, destination : torch.Tensor or sequence of int
+            int32 ``[n]``; a pair with a negative entry is skipped. A source may be named often, a destination once.
+
+        Raises
+        ------
+        ValueError, TypeError
+            Slots have the wrong shape, dtype or device, are out of range or repeated (sequences, or in debug mode), or the two
+            differ in length.
+        RuntimeError
+            In debug mode: a slot has run and was not committed.
+        """
+        from_index, to_index = self._closed(source, "source", repeats=True), self._closed(destination, "destination")
+        if from_index.numel() != to_index.numel():
+            raise ValueError(f"destination must have as many rows as source, {from_index.numel()}, got {to_index.numel()}")
+        with torch.inference_mode():  # an engine may have allocated its pool in it
+            # A skipped pair repeats the first one that counts, which changes nothing; if none does, slot 0 becomes slot 0.
+            counts = (from_index >= 0) & (to_index >= 0)
+            first = counts.int().argmax(dim=0, keepdim=True)
+            pair = []
+            for index in (from_index, to_index):
+                instead = torch.where(counts.any(), index.index_select(0, first), 0)
+                pair.append(torch.where(counts, index, instead).long())
+            tensors = [bit_view(tensor) for layer in self.layers for tensor in layer.values()]
+            for tensor in (*tensors, self.ring_start, self.history, self.position):
+                tensor.index_copy_(0, pair[1], tensor.index_select(0, pair[0]))
+
+    def export(self, slots: Slots) -> bytes:
+        """Pack slots into bytes on the host: for offloading, preemption, another process. Waits for the device.
+
+        Checkpoints travel as they are, rings without their dead entries, so a slot continues bitwise wherever it is imported.
+
+        Parameters
+        ----------
+        slots : torch.Tensor or sequence of int
+            int32 ``[n]``, none negative. They are left as they are.
+
+        Returns
+        -------
+        bytes
+            Describes itself: format version, spec, layers, cursors, digest.
+        """
+        given = self._closed(slots).tolist()
+        checks.slot_values("slots", given, self.num_slots)
+        if min(given) < 0:
+            raise ValueError(f"slots must not be negative, got {min(given)} in row {given.index(min(given))}")
+        return export_slots(self, given)
+
+    def import_(self, slots: Slots, blob: bytes | bytearray | memoryview) -> None:
+        """Unpack what :meth:`export` returned into slots of this cache, which need not be the ones it came from.
+
+        Parameters
+        ----------
+        slots : torch.Tensor or sequence of int
+            int32 ``[n]``, one for each exported slot, in the same order; a negative one is skipped.
+        blob : bytes
+            From a cache of an equal spec and as many layers.
+
+        Raises
+        ------
+        ValueError, TypeError
+            The blob is truncated, damaged or foreign, or the slots do not fit it; nothing has been touched then.
+        """
+        given = self._closed(slots).tolist()
+        checks.slot_values("slots", given, self.num_slots)
+        import_slots(self, given, blob)
 
     def check(self) -> None:
         """Raise what a commit found wrong on the device; waits for it.
@@ -275,7 +353,14 @@ class ReplayCache:
 
     # ---- what the wrapper uses ----------------------------------------------------------------------------------
 
-    def commit(self, slots: torch.Tensor, num_tokens: torch.Tensor | int, num_accepted: torch.Tensor, pad_slot: int) -> None:
+    @property
+    def watching(self) -> bool:
+        """Whether values on the device are to be checked now: in debug mode, but not while a graph is captured."""
+        return self.debug and not (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+
+    def commit(
+        self, slots: torch.Tensor, num_tokens: torch.Tensor | int, num_accepted: torch.Tensor, pad_slot: int, order: torch.Tensor | None
+    ) -> None:
         """Close a step; see :meth:`replayssm_jit.ReplayWrapper.commit`."""
         tokens = {"tokens": num_tokens} if isinstance(num_tokens, int) else {"num_tokens": num_tokens.data_ptr()}
         self._cursors.launch(
@@ -290,10 +375,12 @@ class ReplayCache:
             ring_len=self.spec.ring_len,
             pad_slot=pad_slot,
             op=COMMIT,
+            order=0 if order is None else order.data_ptr(),
             **tokens,
         )
-        if self.debug:
-            self._open.difference_update(slots.tolist())
+        if self.watching:
+            for slot in slots.tolist():
+                self._open.pop(slot, None)
 
     def step_fields(self, layer: int) -> dict[str, int]:
         """Fields of the step's parameter struct that name a layer's tensors and weights."""
@@ -304,13 +391,28 @@ class ReplayCache:
             weights = self.weights[layer] = {}
         values = {name: tensor.data_ptr() for name, tensor in weights.items()}
         values |= {"ring_start": self.ring_start.data_ptr(), "history": self.history.data_ptr()}
-        for name, tensor in self._layer(layer).items():
+        for name, tensor in self.layers[layer].items():
             values[name] = tensor.data_ptr()
             values[f"{name}_slot"] = tensor.stride(0)
         return values
 
-    def slots_tensor(self, slots: Slots, name: str = "slots") -> torch.Tensor:
-        """Validate slots and bring them to the device.
+    def check_layer(self, layer: object) -> None:
+        """Refuse what is no layer of this cache."""
+        checks.plain_int("layer", layer, 0, len(self.layers) - 1)
+
+    def check_slots(self, slots: Slots, name: str = "slots", *, pad_slot: int = -1, repeats: bool = False) -> torch.Tensor | list[int]:
+        """Validate slots, without bringing them to the device.
+
+        Parameters
+        ----------
+        slots : torch.Tensor or sequence of int
+            What the caller gave.
+        name : str
+            What the caller calls it.
+        pad_slot : int
+            Marks padding, beside negative entries.
+        repeats : bool
+            Whether a slot may be named twice.
 
         Raises
         ------
@@ -320,66 +422,60 @@ class ReplayCache:
             Not int32.
         """
         if not isinstance(slots, torch.Tensor):
-            values = list(slots)
-            self._check_slot_values(name, values)
-            return torch.tensor(values, dtype=torch.int32, device=self.device)
+            try:
+                values = list(slots)
+            except TypeError:
+                raise TypeError(f"{name} must be an int32 tensor or a sequence of ints, got {slots!r}") from None
+            checks.slot_values(name, values, self.num_slots, pad_slot, repeats)
+            return values
         if slots.dim() != 1 or slots.numel() == 0:
             raise ValueError(f"{name} must have shape [rows] with at least one row, got {list(slots.shape)}")
-        _check_vector(name, slots, slots.numel(), torch.int32, self.device)
-        if self.debug:
-            self._check_slot_values(name, slots.tolist())
+        checks.vector(name, slots, slots.numel(), torch.int32, self.device)
+        if self.watching:
+            checks.slot_values(name, slots.tolist(), self.num_slots, pad_slot, repeats)
         return slots
 
-    def mark_open(self, slots: torch.Tensor, layer: int) -> None:
-        """Debug mode: note that slots run, and refuse one whose last step has no commit yet."""
-        if layer != 0:
+    def to_device(self, slots: torch.Tensor | list[int]) -> torch.Tensor:
+        """Bring checked slots to the device; nothing waits for it."""
+        if isinstance(slots, torch.Tensor):
+            return slots
+        if self.device.type == "cpu":
+            return torch.tensor(slots, dtype=torch.int32)
+        return pinned(slots).to(self.device, non_blocking=True)
+
+    def open(self, layer: int, slots: torch.Tensor, lengths: torch.Tensor | int, pad_slot: int) -> None:
+        """Debug mode: note that a layer of these slots runs, and refuse a slot whose last step of it has no commit yet."""
+        if not self.watching:
             return
-        values = [s for s in slots.tolist() if s >= 0]
-        for row, slot in enumerate(values):
-            if slot in self._open:
-                raise RuntimeError(f"slot {slot} (row {row}) has run and was not committed; commit it before it runs again")
-        self._open.update(values)
+        counts = [lengths] * slots.numel() if isinstance(lengths, int) else lengths.tolist()
+        rows = [(row, slot) for row, (slot, t) in enumerate(zip(slots.tolist(), counts, strict=True)) if 0 <= slot != pad_slot and t > 0]
+        for row, slot in rows:
+            if layer in self._open.get(slot, ()):
+                raise RuntimeError(f"slot {slot} (row {row}) has run layer {layer} and was not committed; commit it before it runs again")
+        for _, slot in rows:
+            self._open.setdefault(slot, set()).add(layer)
 
     # ---- helpers ------------------------------------------------------------------------------------------------
 
-    def _check_slot_values(self, name: str, values: list[Any]) -> None:
-        if not values:
-            raise ValueError(f"{name} must have at least one row, got none")
-        seen: dict[int, int] = {}
-        for row, slot in enumerate(values):
-            if not isinstance(slot, int) or isinstance(slot, bool):
-                raise TypeError(f"{name}[{row}] must be an int, got {slot!r}")
-            if slot >= self.num_slots:
-                raise ValueError(f"{name}[{row}] must be below {self.num_slots} (negative: padding), got {slot}")
-            if slot >= 0 and seen.setdefault(slot, row) != row:
-                raise ValueError(f"{name} must not repeat a slot, but rows {seen[slot]} and {row} both name {slot}")
+    def _closed(self, slots: Slots, name: str = "slots", repeats: bool = False) -> torch.Tensor:
+        """Slots on the device that are about to be changed or moved; in debug mode none of them may be open."""
+        given = self.check_slots(slots, name, repeats=repeats)
+        if self.watching and self._open:
+            for row, slot in enumerate(given.tolist() if isinstance(given, torch.Tensor) else given):
+                if slot in self._open:
+                    raise RuntimeError(f"slot {slot} ({name}[{row}]) has run and was not committed; commit it before anything else")
+        return self.to_device(given)
 
-    def _check_weight(self, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
-        if tensor.dtype != torch.float32:
-            raise TypeError(f"{name} must be float32 (convert it once, when the model is loaded), got {tensor.dtype}")
-        if tuple(tensor.shape) != shape:
-            raise ValueError(f"{name} must have shape {list(shape)}, got {list(tensor.shape)}")
-        if tensor.device != self.device:
-            raise ValueError(f"{name} must be on {self.device}, got {tensor.device}")
+    def _check_weight(self, name: str, value: object, shape: tuple[int, ...]) -> None:
+        tensor = checks.typed(name, value, shape, (torch.float32,), self.device, " (convert it once, when the model is loaded)")
         if not tensor.is_contiguous():
             raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
 
-    def _layer(self, layer: int) -> dict[str, torch.Tensor]:
-        if not isinstance(layer, int) or isinstance(layer, bool) or not 0 <= layer < len(self.layers):
-            raise ValueError(f"layer must be an int from 0 to {len(self.layers) - 1}, got {layer!r}")
-        return self.layers[layer]
-
-    def _state_view(self, name: str, tensor: torch.Tensor, rows: int, layout: str) -> torch.Tensor:
+    def _state_view(self, name: str, value: object, rows: int, layout: str) -> torch.Tensor:
         if layout not in ("vk", "kv"):
             raise ValueError(f"layout must be 'vk' or 'kv', got {layout!r}")
         letters = ("H", "P", "N") if layout == "vk" else ("H", "N", "P")
-        shape = (rows, *self.spec.shape(*letters))
-        if tensor.dtype not in STATE_DTYPES:
-            raise TypeError(f"{name} must be float32, bfloat16 or float16, got {tensor.dtype}")
-        if tuple(tensor.shape) != shape:
-            raise ValueError(f"{name} must have shape {list(shape)} ({layout}), got {list(tensor.shape)}")
-        if tensor.device != self.device:
-            raise ValueError(f"{name} must be on {self.device}, got {tensor.device}")
+        tensor = checks.typed(name, value, (rows, *self.spec.shape(*letters)), STATE_DTYPES, self.device, f" in layout {layout!r}")
         return tensor if layout == "vk" else tensor.transpose(2, 3)
 
     def _launch_state(self, layer: dict[str, torch.Tensor], index: torch.Tensor, view: torch.Tensor | None = None, store: int = 0) -> None:
@@ -403,11 +499,19 @@ class ReplayCache:
             pad_slot=-1,
             op=op,
         )
-        if self.debug:
-            self._open.difference_update(index.tolist())
 
 
 _CURSORS = {"ring_start": torch.int32, "history": torch.int32, "position": torch.int64}
+
+
+def pinned(values: list[int]) -> torch.Tensor:
+    """Ints in pinned memory; torch hands it on only when the copies enqueued from it are done, so nothing waits."""
+    return torch.tensor(values, dtype=torch.int32, pin_memory=True)
+
+
+def _check_spec(spec: object) -> None:
+    if not isinstance(spec, ReplaySpec):
+        raise TypeError(f"spec must be a Mamba2Spec, GdnSpec or KdaSpec, got {type(spec).__name__}")
 
 
 def _indexed(device: torch.device) -> torch.device:
@@ -419,29 +523,3 @@ def _indexed(device: torch.device) -> torch.device:
 
 def _fresh_cursors(num_slots: int, device: torch.device) -> dict[str, torch.Tensor]:
     return {name: torch.zeros(num_slots, dtype=dtype, device=device) for name, dtype in _CURSORS.items()}
-
-
-def _check_vector(name: str, tensor: torch.Tensor, size: int, dtype: torch.dtype, device: torch.device) -> None:
-    """A contiguous vector of a given size, dtype and device."""
-    if not isinstance(tensor, torch.Tensor) or tensor.dtype != dtype:
-        raise TypeError(f"{name} must be a tensor of {dtype}, got {getattr(tensor, 'dtype', type(tensor).__name__)}")
-    if tensor.device != device:
-        raise ValueError(f"{name} must be on {device}, got {tensor.device}")
-    if tuple(tensor.shape) != (size,):
-        raise ValueError(f"{name} must have shape [{size}], got {list(tensor.shape)}")
-    if not tensor.is_contiguous():
-        raise ValueError(f"{name} must be contiguous, got stride {tensor.stride()}")
-
-
-def _check_cache_tensor(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-    if not isinstance(tensor, torch.Tensor) or tensor.dtype != dtype:
-        raise TypeError(f"{name} must be a tensor of {dtype}, got {getattr(tensor, 'dtype', type(tensor).__name__)}")
-    if tuple(tensor.shape) != shape:
-        raise ValueError(f"{name} must have shape {list(shape)}, got {list(tensor.shape)}")
-    if tensor.device != device:
-        raise ValueError(f"{name} must be on {device}, got {tensor.device}")
-    inner = torch.empty(shape[1:], device="meta").stride()
-    if tensor.stride()[1:] != inner:
-        raise ValueError(f"{name} must be contiguous after the slot dimension (strides {inner}), got {tensor.stride()[1:]}")
-    if tensor.data_ptr() % ALIGNMENT or (shape[0] > 1 and tensor.stride(0) * dtype.itemsize % ALIGNMENT):
-        raise ValueError(f"{name} must start at, and step its slots by, a multiple of {ALIGNMENT} bytes")

@@ -6,6 +6,7 @@ Cache and wrapper both launch through here, so that geometry is decided in one p
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -18,7 +19,7 @@ from .jit.params import ParamStruct
 from .specs import ReplaySpec
 
 CURSOR_PARAMS = ParamStruct.of(
-    ptr=("slots", "num_tokens", "num_accepted", "positions", "ring_start", "history", "position", "error"),
+    ptr=("slots", "num_tokens", "num_accepted", "positions", "ring_start", "history", "position", "error", "order"),
     i32=("rows", "tokens", "buffer_len", "ring_len", "pad_slot", "op"),
 )
 COMMIT, FLUSH, RESET = range(3)
@@ -72,7 +73,7 @@ class CursorKernel:
     def launch(self, rows: int, **values: int) -> None:
         """Run one operation over ``rows`` rows."""
         CURSOR_PARAMS.pack(self._buffer, rows=rows, **values)
-        self._kernel.launch(ctypes.addressof(self._buffer), ((rows + 127) // 128, 1, 1), 128, 0, current_stream(self._device))
+        self._kernel.launch(ctypes.addressof(self._buffer), (1, 1, 1), tactics.CURSOR_THREADS, 0, current_stream(self._device))
 
 
 class StateKernel:
@@ -100,27 +101,28 @@ class StepKernel:
         self.spec, self.params, self._device = spec, spec.step_params, device
         self._kernel = load(spec.module("step", backend), device)
         self._backend = backend
-        self.constants(rows=1)  # a shape that does not fit the device is refused here, not at the first plan
+        self.plan(rows=1)  # a shape that does not fit the device is refused here, not at the first batch
 
-    def constants(self, rows: int) -> dict[str, int]:
-        """Fields that depend on the batch alone."""
-        heads_per_block = tactics.heads_per_block(self.spec, rows, self._kernel.max_dynamic_smem) if self._backend == "cuda" else 1
-        return {
-            "rows": rows,
-            "num_heads": self.spec.heads,
-            "threads": torch.get_num_threads(),
-            "heads_per_block": heads_per_block,
-        }
+    def ordered(self, rows: int) -> bool:
+        """Whether the order of rows matters: with fewer, all blocks run at once, and the CPU balances by itself."""
+        return self._backend == "cuda" and rows in tactics.ORDERED_ROWS
 
-    def launch(self, buffer_address: int, rows: int, heads_per_block: int) -> None:
-        """Run with the packed parameter struct at an address."""
+    def plan(self, rows: int) -> tuple[dict[str, int], Callable[[int], None]]:
+        """Fields that depend on the batch's size alone, and its launch: a call with the address of the packed struct."""
+        fields = {"rows": rows, "num_heads": self.spec.heads, "threads": torch.get_num_threads(), "heads_per_block": 1}
+        kernel = self._kernel
         if self._backend == "cpu":
-            self._kernel.launch(buffer_address)
-            return
+            return fields, lambda address: kernel.launch(address)
+        heads = tactics.heads_per_block(self.spec, rows, kernel.max_dynamic_smem)
         ratio = self.spec.heads // self.spec.groups_
-        blocks = self.spec.groups_ * ((ratio + heads_per_block - 1) // heads_per_block)
-        smem = tactics.smem_bytes(self.spec, heads_per_block)
-        self._kernel.launch(buffer_address, (blocks, rows, 1), tactics.WARPS * 32, smem, current_stream(self._device))
+        blocks = self.spec.groups_ * ((ratio + heads - 1) // heads)
+        grid = (blocks, rows, tactics.splits(self.spec, blocks * rows))
+        smem, device = tactics.smem_bytes(self.spec, heads), self._device
+
+        def launch_cuda(address: int) -> None:
+            kernel.launch(address, grid, tactics.WARPS * 32, smem, current_stream(device))
+
+        return fields | {"heads_per_block": heads}, launch_cuda
 
 
 def one_plane(spec: ReplaySpec) -> ReplaySpec:

@@ -18,7 +18,8 @@ R     ring_len = buffer_len + max_tokens         the same
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -82,7 +83,8 @@ def _positive(name: str, value: object, accepted: str = "a positive int") -> Non
 
 
 def _one_of(name: str, value: object, accepted: tuple[Any, ...]) -> None:
-    if value not in accepted:
+    # Types are compared, too: 64.0 and True equal accepted ints, but would reach templates and names as what they are.
+    if type(value) is not type(accepted[0]) or value not in accepted:
         raise ValueError(f"{name} must be one of {', '.join(map(str, accepted))}, got {value!r}")
 
 
@@ -141,7 +143,7 @@ class ReplaySpec:
         if self.max_tokens > min(MAX_TOKENS, self.buffer_len):
             raise ValueError(f"max_tokens must be at most min({MAX_TOKENS}, buffer_len={self.buffer_len}), got {self.max_tokens}")
         _one_of("dtype", self.dtype, tuple(DTYPE_NAMES))
-        if (self.checkpoint_dtype, self.read_dtype) not in STATE_FORMATS:
+        if (self.checkpoint_dtype, self.read_dtype) not in tuple(STATE_FORMATS):  # a tuple asks for no hash
             pairs = ", ".join(f"{c}/{r}" for c, r in STATE_FORMATS)
             raise ValueError(f"checkpoint_dtype/read_dtype must be one of {pairs}, got {self.checkpoint_dtype}/{self.read_dtype}")
 
@@ -239,6 +241,13 @@ class ReplaySpec:
         """Bytes of state that the standard recurrence moves for one row and layer: one read, one written snapshot a token."""
         return self.state_elements * self.checkpoint_dtype.itemsize * (1 + tokens)
 
+    # ---- in words -----------------------------------------------------------------------------------------------
+
+    def describe(self) -> dict[str, Any]:
+        """Family and fields as JSON values; :func:`spec_from` reads them back."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {"family": self.family} | {name: DTYPE_NAMES[v] if isinstance(v, torch.dtype) else v for name, v in values.items()}
+
     # ---- kernels ------------------------------------------------------------------------------------------------
 
     def constants(self) -> dict[str, Any]:
@@ -263,7 +272,7 @@ class ReplaySpec:
                 *self.cache_tensors,
                 *tokens,
                 *(w.name for w in self.weights),
-                *("slots", "num_tokens", "cu_seqlens", "ring_start", "history"),
+                *("slots", "order", "num_tokens", "cu_seqlens", "ring_start", "history"),
             ),
             i64=(
                 *(f"{name}_slot" for name in self.cache_tensors),
@@ -373,6 +382,7 @@ class Mamba2Spec(ReplaySpec):
             raise ValueError(f"groups must divide heads={self.heads}, got {self.groups}")
         if self.dt_dtype is None:
             object.__setattr__(self, "dt_dtype", self.dtype)
+        _one_of("dt_softplus", self.dt_softplus, (True, False))
         _one_of("dt_dtype", self.dt_dtype, (self.dtype, torch.float32))
 
     @property
@@ -432,6 +442,7 @@ class DeltaSpec(ReplaySpec):
         _positive("key_heads", self.key_heads)
         if self.heads % self.key_heads:
             raise ValueError(f"key_heads must divide heads={self.heads}, got {self.key_heads}")
+        _one_of("qk_norm", self.qk_norm, (True, False))
         _one_of("gate", self.gate, self.gates)
         _one_of("beta", self.beta, ("logit", "value"))
         defaults = {
@@ -536,8 +547,8 @@ class KdaSpec(DeltaSpec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.lower_bound, float) or not self.lower_bound < 0:
-            raise ValueError(f"lower_bound must be a float below 0, got {self.lower_bound!r}")
+        if not isinstance(self.lower_bound, float) or not float("-inf") < self.lower_bound < 0:
+            raise ValueError(f"lower_bound must be a finite float below 0, got {self.lower_bound!r}")
 
     def constants(self) -> dict[str, Any]:
         return super().constants() | {"lower_bound": self.lower_bound}
@@ -545,6 +556,25 @@ class KdaSpec(DeltaSpec):
     def module_name(self, kind: str) -> str:
         name = super().module_name(kind)
         return name + f"_lb{-self.lower_bound:g}" if self.gate == "lower_bound" else name
+
+
+SPECS: dict[str, type[ReplaySpec]] = {spec.family: spec for spec in (Mamba2Spec, GdnSpec, KdaSpec)}
+
+
+def spec_from(description: Mapping[str, Any]) -> ReplaySpec:
+    """The spec that :meth:`ReplaySpec.describe` describes.
+
+    Raises
+    ------
+    ValueError, TypeError
+        It describes none.
+    """
+    values = dict(description)
+    family = values.pop("family", None)
+    if family not in SPECS:
+        raise ValueError(f"family must be one of {', '.join(SPECS)}, got {family!r}")
+    dtypes = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+    return SPECS[family](**{name: dtypes.get(v, v) if name.endswith("dtype") else v for name, v in values.items()})
 
 
 def _numel(shape: tuple[int, ...]) -> int:

@@ -76,6 +76,10 @@ class ParamStruct:
         """Position of each field by name."""
         return {f.name: i for i, f in enumerate(self.fields)}
 
+    def offset(self, name: str) -> int:
+        """Byte offset of a field."""
+        return sum(_WIDTHS[f.kind] for f in self.fields[: self.index[name]])
+
     def buffer(self) -> ctypes.Array[ctypes.c_char]:
         """A zeroed buffer that holds one struct."""
         return ctypes.create_string_buffer(self.size)
@@ -95,9 +99,4 @@ class ParamStruct:
 
     def layout(self) -> list[dict[str, object]]:
         """Name, type and byte offset of every field, for manifests."""
-        rows: list[dict[str, object]] = []
-        offset = 0
-        for f in self.fields:
-            rows.append({"name": f.name, "type": f.kind, "offset": offset})
-            offset += _WIDTHS[f.kind]
-        return rows
+        return [{"name": f.name, "type": f.kind, "offset": self.offset(f.name)} for f in self.fields]
