@@ -226,12 +226,16 @@ def _replay(tensors: Tensors, spec: ReplaySpec, phases: Steady) -> list[Launch]:
     cache = ReplayCache.allocate(spec, 1, tensors.slots.numel(), DEVICE)
     cache.set_weights(0, **tensors.weights)
     tensors.fill(cache)
-    cache.history.copy_(tensors.histories(phases))
+    # The last step's commit brings every row to its phase, and leaves the order of rows that it would leave in an engine.
+    history = tensors.histories(phases)
+    accepted = history.clamp(max=tensors.cell.tokens)
+    cache.history.copy_(history - accepted)
     cache.ring_start.random_(spec.ring_len)
     launches: list[Launch] = []
     for slots, given, out in zip(tensors.slots, tensors.inputs, tensors.outputs(), strict=True):
         wrapper = ReplayWrapper(cache)
         wrapper.plan(slots, tensors.cell.tokens)
+        wrapper.commit(slots, tensors.cell.tokens, accepted[slots.long()])
         launches.append(partial(wrapper.run, 0, out=out, **given))
     return launches
 
