@@ -7,6 +7,7 @@ Cursors live on the device and are moved by a commit alone, once a step.
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -440,8 +441,8 @@ class ReplayCache:
         if isinstance(slots, torch.Tensor):
             return slots
         if self.device.type == "cpu":
-            return torch.tensor(slots, dtype=torch.int32)
-        return pinned(slots).to(self.device, non_blocking=True)
+            return on_host(slots)
+        return on_host(slots, pin_memory=True).to(self.device, non_blocking=True)
 
     def open(self, layer: int, slots: torch.Tensor, lengths: torch.Tensor | int, pad_slot: int) -> None:
         """Debug mode: note that a layer of these slots runs, and refuse a slot whose last step of it has no commit yet."""
@@ -504,9 +505,10 @@ class ReplayCache:
 _CURSORS = {"ring_start": torch.int32, "history": torch.int32, "position": torch.int64}
 
 
-def pinned(values: list[int]) -> torch.Tensor:
-    """Ints in pinned memory; torch hands it on only when the copies enqueued from it are done, so nothing waits."""
-    return torch.tensor(values, dtype=torch.int32, pin_memory=True)
+def on_host(values: list[int], pin_memory: bool = False) -> torch.Tensor:
+    """An int32 tensor of ints; torch reuses its pinned memory only when the copies enqueued from it are done, so nothing waits."""
+    out = torch.empty(len(values), dtype=torch.int32, pin_memory=pin_memory)
+    return out.copy_(torch.frombuffer(array("i", values), dtype=torch.int32))  # several times faster than torch.tensor
 
 
 def _check_spec(spec: object) -> None:

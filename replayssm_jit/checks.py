@@ -67,8 +67,8 @@ def slot_values(name: str, values: Sequence[Any], num_slots: int, pad_slot: int 
     """Slots that the host knows: ints below ``num_slots``, none twice; negative ones and ``pad_slot`` are padding."""
     if not values:
         raise ValueError(f"{name} must have at least one row, got none")
-    if set(map(type, values)) == {int} and max(values) < num_slots and min(values) >= _INT32_MIN:
-        live = [slot for slot in values if 0 <= slot != pad_slot]
+    if set(map(type, values)) == {int} and max(values) < num_slots and (low := min(values)) >= _INT32_MIN:
+        live = values if low > max(pad_slot, -1) else [slot for slot in values if 0 <= slot != pad_slot]
         if repeats or len(set(live)) == len(live):
             return
     seen: dict[int, int] = {}

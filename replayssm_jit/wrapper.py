@@ -8,7 +8,7 @@ import torch
 
 from . import checks
 from .arguments import StepArguments
-from .cache import ReplayCache, Slots, pinned
+from .cache import ReplayCache, Slots, on_host
 from .kernels import StepKernel
 from .tokens import Signature, TokenLayout, signature
 
@@ -278,7 +278,8 @@ class _FrozenBuffers:
             raise ValueError(f"num_tokens was frozen as {self._mode} by the first plan, got {mode}")
         self._mode = mode
         if isinstance(slots, list):
-            self._slots.copy_(pinned(slots + [self._padding] * (most - rows)), non_blocking=True)
+            padded = slots + [self._padding] * (most - rows)
+            self._slots.copy_(on_host(padded, pin_memory=True), non_blocking=True)
         else:
             self._slots[:rows].copy_(slots, non_blocking=True)
             if rows < most:

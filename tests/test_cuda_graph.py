@@ -127,6 +127,35 @@ def test_an_engine_writes_the_buffers_itself():
     harness.finish()
 
 
+@pytest.mark.parametrize("graph", [True, False])
+def test_slots_that_the_host_knows(graph):
+    """Lists reach the device without a synchronisation; the ones before them are still read by what is enqueued."""
+    harness = Harness(small_spec("mamba2"), "cuda", layers=LAYERS, slots=SLOTS, seed=103)
+    captured = CapturedStep(harness, "fixed")
+    wrapper = captured.wrapper if graph else harness.wrapper
+    lists = [harness.random_rows(range(1, 2), rows=harness.randint(1, ROWS)) for _ in range(40)]
+    lists = [[slot for slot, _ in rows] for rows in lists]
+    wrapper.plan(lists[0], captured.tokens)
+    seen = []
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.cuda._sleep(20_000_000)
+        for slots in lists:
+            wrapper.plan(slots, captured.tokens)
+            seen.append(wrapper.slots.clone() if graph else wrapper.slots)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for slots, on_device in zip(lists, seen, strict=True):
+        assert on_device.tolist() == slots + [-1] * (len(on_device) - len(slots))
+    if graph:
+        plan = captured.plan
+        captured.plan = lambda rows: (plan(rows), wrapper.plan([slot for slot, _ in rows], captured.tokens))
+        for slots in lists[:6]:
+            captured.replay([(slot, captured.tokens) for slot in slots], [3] * len(slots))
+    harness.finish()
+
+
 def test_impossible_acceptance_in_a_graph():
     harness = Harness(small_spec("mamba2"), "cuda", layers=LAYERS, slots=SLOTS, seed=102)
     captured = CapturedStep(harness, "fixed")
