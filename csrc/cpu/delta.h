@@ -78,7 +78,7 @@ static void fold_exactly(const Row& row, const Window& w, const act* v, char* st
       store(rows + r * N + n, a), store(rows + r * N + n + VW, b);
     }
   }
-  multiply_block<N, BUFFER_LEN>(FloatRows<N>{rows}, w.fold_columns, row.history, product, VW);
+  multiply_floats<N, BUFFER_LEN>(rows, w.fold_columns, row.history, product, VW);
   for (int j = 0; j < row.history; j++) {
     const act* vj = v + row.place[j] * P;
     store(u + j * VW, Act::load_halves(vj + block.first, vj + block.second) - w.fold_state[j] * load(product + j * VW));
@@ -102,9 +102,9 @@ static void run_head(const Params* p, const Row& row, int head, const Window& w)
   for_each_block<State, P, N>(state, row.flush, [&](Block block, const auto& plane, const char* ahead, Block soon) {
     const int second = block.second - block.first;
     if constexpr (DECAY_VECTOR)
-      multiply_block<N, 2 * MAX_TOKENS>(plane, w.columns, 2 * row.tokens, product + block.first, P, second);
+      multiply_plane<2 * MAX_TOKENS>(plane, w.columns, 2 * row.tokens, product + block.first, P, second);
     else
-      multiply_plane<State, Act, N, 2 * MAX_TOKENS>(plane, w.exact_columns, w.columns, 2 * row.tokens, product + block.first, P, second);
+      multiply_plane_exact<2 * MAX_TOKENS, Act>(plane, w.exact_columns, w.columns, 2 * row.tokens, product + block.first, P, second);
     if (row.flush) fold_exactly(row, w, ring_v, state, block, ahead, soon);
   });
   solve_tokens(p, row, head, w, product);

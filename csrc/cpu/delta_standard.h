@@ -12,6 +12,34 @@ struct Token {
   const float* decay;  // one number, or N
 };
 
+// Rows of a place times both columns, for multiply_block.
+template <class Place>
+struct PlaceTimesColumns {
+  static constexpr bool FALLING = false;
+  const Place& place;
+  vf x[N / VW], z[N / VW];
+  INLINE PlaceTimesColumns(const Place& place, const float* columns) : place(place) {
+    UNROLL for (int i = 0; i < N / VW; i++) {
+      x[i] = load(columns + i * VW), z[i] = load(columns + N + i * VW);
+      KEEP(x[i]);
+      KEEP(z[i]);
+    }
+  }
+  INLINE void quad(int r, std::false_type, vf (*acc)[2]) const {
+    UNROLL for (int k = 0; k < QUAD; k++) {
+      const Place row = place.row(r + k);
+      UNROLL for (int i = 0; i < N / VW; i += 2) {
+        vf a, b;
+        row(i * VW, a, b);
+        acc[k][0] += a * x[i];
+        acc[k][1] += a * z[i];
+        acc[k][0] += b * x[i + 1];
+        acc[k][1] += b * z[i + 1];
+      }
+    }
+  }
+};
+
 template <class Place>
 INLINE void update_rows(const Place& place, const float* decay, const float* left, const float* right) {
   vf rs[N / VW], ds[DECAY_VECTOR ? N / VW : 1];
@@ -41,7 +69,7 @@ static void run_head(const Params* p, const Row& row, int head, const Token* tok
     for (int t = 0; t < row.tokens; t++) {
       const Token& token = tokens[t];
       at_place(p, row, head, p0, t, kept, [&](auto place) {
-        multiply_block<N, 2>(place, token.columns, 2, products, VW);
+        multiply_block<2>(PlaceTimesColumns<decltype(place)>(place, token.columns), products, VW, HALF);
         const act* v = at<act>(p->v, row.batch * p->v_row + t * p->v_token + head * p->v_outer) + p0;
         const vf u = token.beta * (Act::load(v) - token.state_u * load(products));
         act* out = at<act>(p->out, row.batch * p->out_row + t * p->out_token + head * p->out_outer) + p0;

@@ -32,8 +32,6 @@ INLINE char* state_block(const Params* p, long long slot, int head) {
 // the token when it has one, and to `kept` unless it is the last token.
 template <bool FIRST, bool LAST>
 struct Place {
-  static constexpr int ROWS = 1;
-  static constexpr bool FALLING = false;
   const char* source;
   char* to;
   float* kept;

@@ -19,160 +19,188 @@ constexpr int TILE_COLUMNS = 2;
 struct Block {
   int first, second;  // rows
 };
+template <class State>
+constexpr bool FROM_BOTH_ENDS = State::skips && HALF >= QUAD;
 template <class State, int P>
 INLINE Block block_at(int b) {
-  return State::skips ? Block{b * HALF, P - (b + 1) * HALF} : Block{b * VW, b * VW + HALF};
+  return FROM_BOTH_ENDS<State> ? Block{b * HALF, P - (b + 1) * HALF} : Block{b * VW, b * VW + HALF};
 }
 
-// Readers give the tile loop 2 VW columns of a row. `row` moves a reader to row r of its block.
+// A block of the read plane, and what to prefetch meanwhile, line by line.
 template <class State, int N>
 struct ReadPlane {
-  static constexpr int ROWS = 1;
-  static constexpr bool FALLING = State::skips;  // in the upper run
-  const char *first, *second;  // rows
-  const char *ahead_first, *ahead_second;  // what to prefetch meanwhile, line by line
-  INLINE ReadPlane row(int r) const {
-    const long long e = (long long)(r < HALF ? r : r - HALF) * N * State::read_bytes;
-    return r < HALF ? ReadPlane{first + e, nullptr, ahead_first + e, nullptr} : ReadPlane{second + e, nullptr, ahead_second + e, nullptr};
-  }
-  INLINE void prefetch_ahead(int e) const { prefetch(ahead_first + e * State::read_bytes, 2 * VW * State::read_bytes); }
-  INLINE void operator()(int e, vf& a, vf& b) const {
-    State::read(first, e, a, b);
-    prefetch_ahead(e);
-  }
-};
-template <int N>
-struct FloatRows {  // rows already converted
-  static constexpr int ROWS = TILE_ROWS;
-  static constexpr bool FALLING = false;
-  const float* rows;
-  INLINE FloatRows row(int r) const { return {rows + r * N}; }
-  INLINE void operator()(int e, vf& a, vf& b) const {
-    a = load(rows + e), b = load(rows + e + VW);
-    KEEP(a);
-    KEEP(b);
+  static constexpr bool FALLING = FROM_BOTH_ENDS<State>;  // in the upper run
+  const char *first, *second;
+  const char *ahead_first, *ahead_second;
+  INLINE const char* row(int r) const { return r < HALF ? first + r * N * State::read_bytes : second + (r - HALF) * N * State::read_bytes; }
+  INLINE const char* ahead(int r) const {
+    return r < HALF ? ahead_first + r * N * State::read_bytes : ahead_second + (r - HALF) * N * State::read_bytes;
   }
 };
 
-// One step of the products below: 2 VW numbers of each of ROWS rows times those of C columns, which are in registers or at `from`.
-template <int N, int C, bool RESIDENT, class Reader>
-INLINE void multiply_step(const Reader& rows, int n, const vf* resident, const float* from, vf (*acc)[C]) {
-  constexpr int ROWS = Reader::ROWS;
-  vf a[ROWS], b[ROWS];
-  UNROLL for (int r = 0; r < ROWS; r++) rows(r * N + n, a[r], b[r]);
-  UNROLL for (int c = 0; c < C; c++) {
-    vf ca = RESIDENT ? resident[2 * c] : load(from + c * N + n);
-    vf cb = RESIDENT ? resident[2 * c + 1] : load(from + c * N + n + VW);
-    if (ROWS > 1 && !RESIDENT) {
-      KEEP(ca);
-      KEEP(cb);
-    }
-    UNROLL for (int r = 0; r < ROWS; r++) acc[r][c] += a[r] * ca;
-    UNROLL for (int r = 0; r < ROWS; r++) acc[r][c] += b[r] * cb;
-  }
-}
+// The products below come from functors that add up QUAD rows times C columns: quad(r, falling, acc), rows r to r + 3 of the block,
+// in falling order when so told. The order within a sum depends on nothing but the row's place in the head.
 
-// The rows of a block times C columns; sums[c][row] gets VW partial sums. The order within a sum does not depend on C.
-template <int N, int C, class Reader>
-INLINE void multiply_tile(const Reader& block, const float* columns, float* sums) {
-  constexpr int ROWS = Reader::ROWS, STEPS = N / (2 * VW);
-  constexpr bool RESIDENT = C * (N / VW) <= 16;  // few columns stay in registers
-  vf resident[RESIDENT ? STEPS : 1][2 * C];
-  if (RESIDENT)
-    UNROLL for (int i = 0; i < STEPS; i++)
-      UNROLL for (int c = 0; c < 2 * C; c++) {
-        resident[i][c] = load(columns + c / 2 * N + (2 * i + c % 2) * VW);
-        KEEP(resident[i][c]);
-      }
-  const auto run = [&](int r, auto falling) INLINE_LAMBDA {
-    constexpr bool FALLING = decltype(falling)::value;
-    const Reader rows = block.row(r);
-    vf acc[ROWS][C] = {};
+// Rows of a read plane, one after another; few columns stay in registers.
+template <class State, int N, int C>
+struct PlaneTimesColumns {
+  static constexpr bool FALLING = ReadPlane<State, N>::FALLING;
+  static constexpr int STEPS = N / (2 * VW);
+  static constexpr bool RESIDENT = C * (N / VW) <= 16;
+  const ReadPlane<State, N>& plane;
+  const float* columns;
+  vf resident[RESIDENT ? C * (N / VW) : 1];
+
+  INLINE PlaneTimesColumns(const ReadPlane<State, N>& plane, const float* columns) : plane(plane), columns(columns) {
     if (RESIDENT)
-      UNROLL for (int i = 0; i < STEPS; i++) {
-        const int at = FALLING ? STEPS - 1 - i : i;
-        multiply_step<N, C, true>(rows, 2 * VW * at, resident[RESIDENT ? at : 0], columns, acc);
+      UNROLL for (int i = 0; i < C * (N / VW); i++) {
+        resident[i] = load(columns + i * VW);
+        KEEP(resident[i]);
       }
-    else
-      for (int i = 0; i < STEPS; i++) multiply_step<N, C, false>(rows, 2 * VW * (FALLING ? STEPS - 1 - i : i), resident[0], columns, acc);
-    UNROLL for (int c = 0; c < C; c++)
-      UNROLL for (int i = 0; i < ROWS; i++) store(sums + (c * VW + r + i) * VW, acc[i][c]);
-  };
-  for (int r = 0; r < HALF; r += ROWS) run(r, std::false_type());
-  if (Reader::FALLING)
-    for (int r = VW - 1; r >= HALF; r--) run(r, std::true_type());
-  else
-    for (int r = HALF; r < VW; r += ROWS) run(r, std::false_type());
-}
+  }
+  INLINE void step(const char* row, const char* ahead, int n, vf* acc) const {
+    vf a, b;
+    State::read(row, n, a, b);
+    prefetch(ahead + n * State::read_bytes, 2 * VW * State::read_bytes);
+    UNROLL for (int c = 0; c < C; c++) {
+      acc[c] += a * (RESIDENT ? resident[(c * N + n) / VW] : load(columns + c * N + n));
+      acc[c] += b * (RESIDENT ? resident[(c * N + n) / VW + 1] : load(columns + c * N + n + VW));
+    }
+  }
+  template <bool DOWN>
+  INLINE void quad(int r, std::integral_constant<bool, DOWN>, vf (*acc)[C]) const {
+    UNROLL for (int k = 0; k < QUAD; k++) {
+      const int i = DOWN ? QUAD - 1 - k : k;
+      const char *row = plane.row(r + i), *ahead = plane.ahead(r + i);
+      if (RESIDENT)
+        UNROLL for (int s = 0; s < STEPS; s++) step(row, ahead, 2 * VW * (DOWN ? STEPS - 1 - s : s), acc[i]);
+      else
+        for (int s = 0; s < STEPS; s++) step(row, ahead, 2 * VW * (DOWN ? STEPS - 1 - s : s), acc[i]);
+    }
+  }
+};
 
-template <int N, int C, class Reader>
-INLINE void multiply_columns(const Reader& block, const float* columns, float* out, int stride, int second) {
-  alignas(64) float sums[C * VW * VW];
-  multiply_tile<N, C>(block, columns, sums);
-  for (int c = 0; c < C; c++) store_halves(out + c * stride, out + c * stride + second, sum_lanes(sums + c * VW * VW));
-}
-
-// out[c * stride + row] = row . columns[c] for the rows of a block and `count` of at most MOST columns. `out` is at the block's
-// first row, its second run lies `second` further on.
-template <int N, int MOST, class Reader>
-INLINE void multiply_block(const Reader& block, const float* columns, int count, float* out, int stride, int second = HALF) {
-  int c = 0;
-  if (MOST >= TILE_COLUMNS)
-    for (; c + TILE_COLUMNS <= count; c += TILE_COLUMNS)
-      multiply_columns<N, TILE_COLUMNS>(block, columns + c * N, out + c * stride, stride, second);
-  if (MOST >= 2)
-    for (; c + 2 <= count; c += 2) multiply_columns<N, 2>(block, columns + c * N, out + c * stride, stride, second);
-  if (c < count) multiply_columns<N, 1>(block, columns + c * N, out + c * stride, stride, second);
-}
-
-// The step's own product: a block of the read plane with columns that are activations, `exact`, whose fp32 form is at `columns`.
-// Where both are bfloat16 and the machine multiplies those, with exact products and fp32 sums, the fp32 form is not needed.
+// The same where plane and columns are bfloat16 and the machine multiplies those, with exact products and fp32 sums.
 #if defined(__AVX512BF16__)
 template <class State, class F>
 constexpr bool MULTIPLIES_EXACT = std::is_same<F, bf16>::value && State::split;
 
-template <int N, int C, class Reader>
-INLINE void multiply_bf16(const Reader& block, const uint16_t* columns, float* out, int stride, int second) {
-  constexpr int STEPS = N / (2 * VW);
-  alignas(64) float sums[C * VW * VW];
-  const auto run = [&](int r, auto falling) INLINE_LAMBDA {
-    const Reader row = block.row(r);
-    __m512 acc[C] = {};
-    UNROLL for (int i = 0; i < STEPS; i++) {
-      const int n = 2 * VW * (decltype(falling)::value ? STEPS - 1 - i : i);
-      const __m512bh s = (__m512bh)load_as<vi>(row.first + 2 * n);
-      row.prefetch_ahead(n);
-      UNROLL for (int c = 0; c < C; c++) acc[c] = _mm512_dpbf16_ps(acc[c], s, (__m512bh)load_as<vi>(columns + c * N + n));
+template <class State, int N, int C>
+struct PlaneTimesBf16 {
+  static constexpr bool FALLING = ReadPlane<State, N>::FALLING;
+  static constexpr int STEPS = N / (2 * VW);
+  static constexpr bool RESIDENT = C * STEPS <= 16;
+  const ReadPlane<State, N>& plane;
+  const uint16_t* columns;
+  vi resident[RESIDENT ? C * STEPS : 1];
+
+  INLINE PlaneTimesBf16(const ReadPlane<State, N>& plane, const uint16_t* columns) : plane(plane), columns(columns) {
+    if (RESIDENT)
+      UNROLL for (int i = 0; i < C * STEPS; i++) {
+        resident[i] = load_as<vi>(columns + i * 2 * VW);
+        KEEP(resident[i]);
+      }
+  }
+  template <bool DOWN>
+  INLINE void quad(int r, std::integral_constant<bool, DOWN>, vf (*acc)[C]) const {
+    UNROLL for (int k = 0; k < QUAD; k++) {
+      const int i = DOWN ? QUAD - 1 - k : k;
+      const char *row = plane.row(r + i), *ahead = plane.ahead(r + i);
+      UNROLL for (int s = 0; s < STEPS; s++) {
+        const int n = 2 * VW * (DOWN ? STEPS - 1 - s : s);
+        const vi numbers = load_as<vi>(row + 2 * n);
+        prefetch(ahead + 2 * n, VECTOR_BYTES);
+        UNROLL for (int c = 0; c < C; c++) {
+          const vi column = RESIDENT ? resident[(c * N + n) / (2 * VW)] : load_as<vi>(columns + c * N + n);
+          acc[i][c] = (vf)_mm512_dpbf16_ps((__m512)acc[i][c], (__m512bh)numbers, (__m512bh)column);
+        }
+      }
     }
-    UNROLL for (int c = 0; c < C; c++) store(sums + (c * VW + r) * VW, (vf)acc[c]);
-  };
-  for (int r = 0; r < HALF; r++) run(r, std::false_type());
-  if (Reader::FALLING)
-    for (int r = VW - 1; r >= HALF; r--) run(r, std::true_type());
-  else
-    for (int r = HALF; r < VW; r++) run(r, std::false_type());
-  for (int c = 0; c < C; c++) store_halves(out + c * stride, out + c * stride + second, sum_lanes(sums + c * VW * VW));
-}
+  }
+};
 #else
 template <class State, class F>
 constexpr bool MULTIPLIES_EXACT = false;
-template <int N, int C, class Reader>
-INLINE void multiply_bf16(const Reader&, const uint16_t*, float*, int, int) {}
 #endif
 
-template <class State, class F, int N, int MOST>
-INLINE void multiply_plane(const ReadPlane<State, N>& block, const typename F::T* exact, const float* columns, int count, float* out, int stride,
-                           int second) {
-  if constexpr (MULTIPLIES_EXACT<State, F>) {
-    int c = 0;
-    if (MOST >= 4)
-      for (; c + 4 <= count; c += 4) multiply_bf16<N, 4>(block, exact + c * N, out + c * stride, stride, second);
-    if (MOST >= 2)
-      for (; c + 2 <= count; c += 2) multiply_bf16<N, 2>(block, exact + c * N, out + c * stride, stride, second);
-    if (c < count) multiply_bf16<N, 1>(block, exact + c * N, out + c * stride, stride, second);
-  } else {
-    multiply_block<N, MOST>(block, columns, count, out, stride, second);
+// Rows that are already fp32 and near, VW of them one after another: a tile, all its numbers from registers.
+template <int N, int C>
+struct FloatsTimesColumns {
+  static constexpr bool FALLING = false;
+  const float *rows, *columns;
+  INLINE void quad(int r, std::false_type, vf (*acc)[C]) const {
+    for (int n = 0; n < N; n += 2 * VW) {
+      vf a[QUAD], b[QUAD];
+      UNROLL for (int i = 0; i < QUAD; i++) {
+        a[i] = load(rows + (r + i) * N + n), b[i] = load(rows + (r + i) * N + n + VW);
+        KEEP(a[i]);
+        KEEP(b[i]);
+      }
+      UNROLL for (int c = 0; c < C; c++) {
+        vf ca = load(columns + c * N + n), cb = load(columns + c * N + n + VW);
+        KEEP(ca);
+        KEEP(cb);
+        UNROLL for (int i = 0; i < QUAD; i++) acc[i][c] += a[i] * ca;
+        UNROLL for (int i = 0; i < QUAD; i++) acc[i][c] += b[i] * cb;
+      }
+    }
   }
+};
+
+// out[c * stride + row] for the rows of a block; `out` is at the block's first row, its second run lies `second` further on.
+template <int C, class Quads>
+INLINE void multiply_block(const Quads& quads, float* out, int stride, int second) {
+  alignas(64) float sums[C * VW * (VW / QUAD)];
+  const auto run = [&](int r, auto falling) INLINE_LAMBDA {
+    vf acc[QUAD][C] = {};
+    quads.quad(r, falling, acc);
+    UNROLL for (int c = 0; c < C; c++) store(sums + (c * (VW / QUAD) + r / QUAD) * VW, sum_quad(acc[0][c], acc[1][c], acc[2][c], acc[3][c]));
+  };
+  for (int r = 0; r < (Quads::FALLING ? HALF : VW); r += QUAD) run(r, std::false_type());
+  if constexpr (Quads::FALLING)
+    for (int r = VW - QUAD; r >= HALF; r -= QUAD) run(r, std::true_type());
+  for (int c = 0; c < C; c++) store_halves(out + c * stride, out + c * stride + second, sum_quads(sums + c * VW * (VW / QUAD)));
+}
+
+// Calls multiply(c, C) for tiles of C of `count` columns, at most MOST.
+template <int MOST, class Multiply>
+INLINE void for_columns(int count, Multiply multiply) {
+  int c = 0;
+  if constexpr (MOST >= 4 && TILE_COLUMNS >= 4)
+    for (; c + 4 <= count; c += 4) multiply(c, std::integral_constant<int, 4>());
+  if constexpr (MOST >= 2)
+    for (; c + 2 <= count; c += 2) multiply(c, std::integral_constant<int, 2>());
+  if (c < count) multiply(c, std::integral_constant<int, 1>());
+}
+
+// Products of a block of the read plane with fp32 columns, and with columns that are activations (`exact`, fp32 form at `columns`).
+template <int MOST, class State, int N>
+INLINE void multiply_plane(const ReadPlane<State, N>& plane, const float* columns, int count, float* out, int stride, int second) {
+  for_columns<MOST>(count, [&](int c, auto tile) INLINE_LAMBDA {
+    constexpr int C = decltype(tile)::value;
+    multiply_block<C>(PlaneTimesColumns<State, N, C>(plane, columns + c * N), out + c * stride, stride, second);
+  });
+}
+template <int MOST, class F, class State, int N>
+INLINE void multiply_plane_exact(const ReadPlane<State, N>& plane, const typename F::T* exact, const float* columns, int count, float* out,
+                                 int stride, int second) {
+#if defined(__AVX512BF16__)
+  if constexpr (MULTIPLIES_EXACT<State, F>)
+    return for_columns<MOST>(count, [&](int c, auto tile) INLINE_LAMBDA {
+      constexpr int C = decltype(tile)::value;
+      multiply_block<C>(PlaneTimesBf16<State, N, C>(plane, exact + c * N), out + c * stride, stride, second);
+    });
+#endif
+  multiply_plane<MOST>(plane, columns, count, out, stride, second);
+}
+
+// out[c * stride + row] = rows[row] . columns[c] for VW rows.
+template <int N, int MOST>
+INLINE void multiply_floats(const float* rows, const float* columns, int count, float* out, int stride) {
+  for_columns<MOST>(count, [&](int c, auto tile) INLINE_LAMBDA {
+    constexpr int C = decltype(tile)::value;
+    multiply_block<C>(FloatsTimesColumns<N, C>{rows, columns + c * N}, out + c * stride, stride, HALF);
+  });
 }
 
 // Fold `count` tokens into the rows of a block: S[p] <- decay S[p] + sum_j left[j][p] right[j], oldest first, in fp32. S comes from
@@ -182,8 +210,8 @@ template <class State, int STRIDE, int N, bool DECAY_VECTOR, class Source>
 INLINE void fold_block(const Source& source, char* state, Block block, const char* ahead, Block soon, const float* decay, const float* left,
                        int second, const float* right, int count) {
   constexpr int WIDE = 4;  // vectors a row of a tile
-  for (int p = 0; p < VW; p += TILE_ROWS)
-    for (int n = 0; n < N; n += WIDE * VW) {
+  for (int n = 0; n < N; n += WIDE * VW)
+    for (int p = 0; p < VW; p += TILE_ROWS) {
       const int row = p < HALF ? p : p - HALF;
       char* at = state + (((p < HALF ? block.first : block.second) + row) * N + n) * State::read_bytes;
       State::prefetch(ahead, ((p < HALF ? soon.first : soon.second) + row) * N + n * TILE_ROWS, TILE_ROWS * WIDE * VW);

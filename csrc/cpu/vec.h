@@ -124,6 +124,10 @@ template <class V, class H, int... I>
 INLINE V join(H a, H b, Lanes<I...>) {
   return SHUFFLE(a, b, I...);
 }
+template <int... I>
+INLINE half_vf run_of(vf v, int first, Lanes<I...>) {
+  return first ? SHUFFLE(v, v, (HALF + I)...) : SHUFFLE(v, v, I...);
+}
 #else
 template <class V, class H, int... I>
 INLINE V join(H a, H b, Lanes<I...>) {
@@ -132,12 +136,19 @@ INLINE V join(H a, H b, Lanes<I...>) {
   std::memcpy((char*)&v + sizeof a, &b, sizeof b);
   return v;
 }
+template <int... I>
+INLINE half_vf run_of(vf v, int first, Lanes<I...>) {
+  half_vf run;
+  std::memcpy(&run, (const char*)&v + first * sizeof(float), sizeof run);
+  return run;
+}
 #endif
+typedef typename LanesTo<HALF>::type HalfLanes;
 INLINE vf load_halves(const float* a, const float* b) { return join<vf>(load_as<half_vf>(a), load_as<half_vf>(b), AllLanes()); }
 INLINE vh load_halves(const uint16_t* a, const uint16_t* b) { return join<vh>(load_as<half_vh>(a), load_as<half_vh>(b), AllLanes()); }
 INLINE void store_halves(float* a, float* b, vf v) {
-  std::memcpy(a, &v, sizeof v / 2);
-  std::memcpy(b, (const char*)&v + sizeof v / 2, sizeof v / 2);
+  store_as(a, run_of(v, 0, HalfLanes()));
+  store_as(b, run_of(v, HALF, HalfLanes()));
 }
 
 // Even and odd elements of 2 VW consecutive ones, and back.
@@ -168,24 +179,28 @@ INLINE vf fold_lanes(vf a, vf b, Lanes<I...>) {
   return SHUFFLE(a, b, ((I & S) ? VW + I : I)...) + SHUFFLE(a, b, ((I & S) ? VW + (I ^ S) : (I ^ S))...);
 }
 
-template <int S>
-struct SumLanes {
-  static INLINE void run(vf* v) {
-    UNROLL for (int i = 0; i < S; i++) v[i] = fold_lanes<S>(v[i], v[i + S], AllLanes());
-    SumLanes<S / 2>::run(v);
-  }
-};
-template <>
-struct SumLanes<0> {
-  static INLINE void run(vf*) {}
-};
+// Sums of many vectors: QUAD of them at first, whose sums are lanes 0 to 3 of every four, then VW / QUAD such vectors (at v, VW floats
+// each), so that lane i of the end is the sum of vector i.
+constexpr int QUAD = 4;
+INLINE vf sum_quad(vf a, vf b, vf c, vf d) {
+  return fold_lanes<2>(fold_lanes<1>(a, b, AllLanes()), fold_lanes<1>(c, d, AllLanes()), AllLanes());
+}
+INLINE vf sum_quads(const float* v) {
+#if VECTOR_BYTES == 64
+  return fold_lanes<8>(fold_lanes<4>(load(v), load(v + VW), AllLanes()), fold_lanes<4>(load(v + 2 * VW), load(v + 3 * VW), AllLanes()),
+                       AllLanes());
+#elif VECTOR_BYTES == 32
+  return fold_lanes<4>(load(v), load(v + VW), AllLanes());
+#else
+  return load(v);
+#endif
+}
 
-// The sums of VW vectors (at v, VW floats each) as the lanes of one: lane i is the sum of v[i].
-INLINE vf sum_lanes(const float* v) {
-  vf w[VW];
-  UNROLL for (int i = 0; i < VW; i++) w[i] = load(v + i * VW);
-  SumLanes<VW / 2>::run(w);
-  return w[0];
+INLINE vf sum_lanes(const float* v) {  // of VW vectors, VW floats each
+  alignas(64) float quads[VW / QUAD * VW];
+  UNROLL for (int i = 0; i < VW; i += QUAD)
+    store(quads + i / QUAD * VW, sum_quad(load(v + i * VW), load(v + (i + 1) * VW), load(v + (i + 2) * VW), load(v + (i + 3) * VW)));
+  return sum_quads(quads);
 }
 
 // q 2^n for whole n; denormal and then zero below the normal range.
