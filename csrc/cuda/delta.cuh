@@ -7,11 +7,11 @@
 
 // Factors of one head that lie in shared memory.
 struct DeltaFactors {
-  Coefficients query, key;                     // of u_j of the history, for y_t and u_t
-  float fresh_query[MAX_TOKENS][MAX_TOKENS];   // [j][t]: of the step's own u_j in y_t, j <= t
-  float fresh_key[MAX_TOKENS][MAX_TOKENS];     // [j][t]: and in u_t, j < t
-  float lead_query[MAX_TOKENS];                // of the state's product with q_t
-  float lead_key[MAX_TOKENS];                  // and with k_t
+  Coefficients query, key;                    // of u_j of the history, for y_t and u_t
+  float fresh_query[MAX_TOKENS][MAX_TOKENS];  // [j][t]: of the step's own u_j in y_t, j <= t
+  float fresh_key[MAX_TOKENS][MAX_TOKENS];    // [j][t]: and in u_t, j < t
+  float lead_query[MAX_TOKENS];               // of the state's product with q_t
+  float lead_key[MAX_TOKENS];                 // and with k_t
   float beta[MAX_TOKENS];
 };
 
@@ -22,7 +22,7 @@ struct FoldFactors {
   float pair[BUFFER_LEN][PAIR_PITCH];  // [i][j]: of u_i in u_j, i < j
   float lead[BUFFER_LEN];              // of the state's product with k_j
   float beta[BUFFER_LEN];
-  float last[BUFFER_LEN];              // of u_j in the folded state
+  float last[BUFFER_LEN];  // of u_j in the folded state
 };
 
 // Forward substitution in place: `rest` comes as v - ..., leaves as u. Each u goes from the lane that owns it to the quad, which
@@ -56,8 +56,8 @@ __device__ __forceinline__ void substitute(float (&rest)[Q][4], const float* bet
 
 // One unit's outputs and corrections. `product` holds the state's raw products: queries in the first TILES tiles, keys in the rest;
 // `values` are u of the history and then v of the new tokens, 16 columns of them.
-__device__ __forceinline__ void delta_unit(const Params& p, const Row& row, int head, int slab, const DeltaFactors& factors, const Act* values,
-                                           float (&product)[2 * TILES][4], int lane) {
+__device__ __forceinline__ void delta_unit(const Params& p, const Row& row, int head, int slab, const DeltaFactors& factors,
+                                           const Act* values, float (&product)[2 * TILES][4], int lane) {
   float y[TILES][4], rest[TILES][4];
 #pragma unroll
   for (int q = 0; q < TILES; ++q)
@@ -80,7 +80,7 @@ __device__ __forceinline__ void delta_unit(const Params& p, const Row& row, int 
       const int token = min(q * 8 + lane % 4 * 2 + i % 2, row.tokens - 1);
       rest[q][i] = to_float(values[(row.history + token) * VALUE_PITCH + lane / 4 + i / 2 * 8]) - rest[q][i];
     }
-  substitute<TILES, MAX_TOKENS>(rest, factors.beta, factors.fresh_key[0], MAX_TOKENS, row.tokens, lane, [&](int source, float top, float bottom) {
+  auto add_to_outputs = [&](int source, float top, float bottom) {
 #pragma unroll
     for (int q = source / 8; q < TILES; ++q)
 #pragma unroll
@@ -91,7 +91,8 @@ __device__ __forceinline__ void delta_unit(const Params& p, const Row& row, int 
           y[q][i] = fmaf(w, top, y[q][i]), y[q][2 + i] = fmaf(w, bottom, y[q][2 + i]);
         }
       }
-  });
+  };
+  substitute<TILES, MAX_TOKENS>(rest, factors.beta, factors.fresh_key[0], MAX_TOKENS, row.tokens, lane, add_to_outputs);
   Act* out = static_cast<Act*>(p.out) + row.first * p.out_row + head * p.out_outer + slab * 16 + lane / 4;
   Act* ring_u = static_cast<Act*>(p.ring_u) + row.slot * p.ring_u_slot + i64(head) * RING_LEN * P + slab * 16 + lane / 4;
 #pragma unroll
@@ -128,7 +129,7 @@ __device__ __forceinline__ void exact_fold(const Params& p, const Row& row, int 
       for (int s = 0; s < VEC / 4; ++s)
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
-          const float(&from)[VEC] = r & 1 ? bottom : top;
+          const float (&from)[VEC] = r & 1 ? bottom : top;
           u32 terms[3];
           split(from[4 * s + r / 2 * 2], from[4 * s + r / 2 * 2 + 1], terms);
 #pragma unroll

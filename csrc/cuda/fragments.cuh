@@ -224,8 +224,8 @@ __device__ __forceinline__ void gram_tile(float* gram, int pitch, Queries query_
 
 // Coefficients of the ring's values for every new token, as bf16 terms of pairs of entries: the B fragments of the ring's product.
 struct Coefficients {
-  static constexpr int TERMS = ACT_TERMS == 3 ? 3 : 2;    // outputs are rounded to the activations' precision anyway
-  static constexpr int ROW = ENTRIES / 2 + 4;             // rows 20 banks apart (or 12, 28): conflict-free
+  static constexpr int TERMS = ACT_TERMS == 3 ? 3 : 2;  // outputs are rounded to the activations' precision anyway
+  static constexpr int ROW = ENTRIES / 2 + 4;           // rows 20 banks apart (or 12, 28): conflict-free
   u32 pair[TERMS][MAX_TOKENS][ROW];
 
   __device__ void put(int token, int first_entry, float low, float high) {

@@ -1,12 +1,12 @@
 // One row of a batch: its slot, its tokens, its cursors, and whether it folds. The flush rule of the kernels is decided here.
 
 struct Row {
-  int slot;        // negative: padding
-  i64 first;       // what the row strides of token inputs are multiplied by
-  int tokens;      // new tokens
-  int width;       // tokens the output has room for; those past `tokens` are zero
-  int start;       // first entry of the history in the ring
-  int history;     // committed tokens in the ring
+  int slot;     // negative: padding
+  i64 first;    // what the row strides of token inputs are multiplied by
+  int tokens;   // new tokens
+  int width;    // tokens the output has room for; those past `tokens` are zero
+  int start;    // first entry of the history in the ring
+  int history;  // committed tokens in the ring
   bool folds;
 
   // Place in the ring of entry j: the history, then the new tokens.
@@ -19,7 +19,9 @@ struct Row {
 // New tokens of a row, before padding is known.
 __device__ __forceinline__ int count_tokens(const Params& p, int row) {
   const int* cu_seqlens = static_cast<const int*>(p.cu_seqlens);
-  const int tokens = cu_seqlens ? cu_seqlens[row + 1] - cu_seqlens[row] : p.num_tokens ? static_cast<const int*>(p.num_tokens)[row] : p.tokens;
+  const int tokens = cu_seqlens     ? cu_seqlens[row + 1] - cu_seqlens[row]
+                     : p.num_tokens ? static_cast<const int*>(p.num_tokens)[row]
+                                    : p.tokens;
   return min(max(tokens, 0), MAX_TOKENS);
 }
 
