@@ -63,7 +63,7 @@ class StepArguments:
         self._params.pack(self._buffer, **fields)
         self.weights = weights
 
-    def stamp(self, plan: Mapping[str, int], signature: Signature, layout: TokenLayout) -> None:
+    def stamp(self, plan: Mapping[str, int], signature: Signature | None, layout: TokenLayout) -> None:
         """Write what the plan and the signature decide."""
         words, flags = self._words, self._flags
         words[self._addresses] = self._none

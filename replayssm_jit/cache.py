@@ -7,6 +7,7 @@ Cursors live on the device and are moved by a commit alone, once a step.
 from __future__ import annotations
 
 import ctypes
+import json
 from array import array
 from collections.abc import Mapping, Sequence
 
@@ -30,6 +31,8 @@ class ReplayCache:
     ----------
     spec : ReplaySpec
         Shapes and precision of every layer.
+    spec_text : str
+        The same as JSON, for operators that take plain values.
     layers : list of dict of torch.Tensor
         Per layer ``state`` ``[slots, H, P, N]`` in the checkpoint dtype and the rings ``ring_*`` ``[slots, outer, R, inner]``.
         With two planes the memory of ``state`` holds, per slot and head, the upper plane and then the lower one.
@@ -47,6 +50,7 @@ class ReplayCache:
 
     def __init__(self, spec: ReplaySpec, layers: list[dict[str, torch.Tensor]], cursors: Mapping[str, torch.Tensor]) -> None:
         self.spec = spec
+        self.spec_text = json.dumps(spec.describe())
         self.layers = layers
         state = layers[0]["state"]
         self.device = state.device
@@ -171,7 +175,7 @@ class ReplayCache:
         present = {name: tensor for name, tensor in weights.items() if tensor is not None}
         for name, weight in declared.items():
             if name in present:
-                self._check_weight(name, present[name], self.spec.shape(*weight.dims))
+                checks.weight(name, present[name], self.spec.shape(*weight.dims), self.device)
             elif not weight.optional:
                 raise TypeError(f"missing weight {name!r}; {self.spec.family} needs it")
         self.weights[layer] = present
@@ -466,11 +470,6 @@ class ReplayCache:
                 if slot in self._open:
                     raise RuntimeError(f"slot {slot} ({name}[{row}]) has run and was not committed; commit it before anything else")
         return self.to_device(given)
-
-    def _check_weight(self, name: str, value: object, shape: tuple[int, ...]) -> None:
-        tensor = checks.typed(name, value, shape, (torch.float32,), self.device, " (convert it once, when the model is loaded)")
-        if not tensor.is_contiguous():
-            raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
 
     def _state_view(self, name: str, value: object, rows: int, layout: str) -> torch.Tensor:
         if layout not in ("vk", "kv"):

@@ -63,6 +63,14 @@ def cache_tensor(name: str, value: object, shape: tuple[int, ...], dtype: torch.
     return given
 
 
+def weight(name: str, value: object, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """A contiguous float32 tensor of a given shape."""
+    given = typed(name, value, shape, (torch.float32,), device, " (convert it once, when the model is loaded)")
+    if not given.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, got strides {given.stride()}")
+    return given
+
+
 def slot_values(name: str, values: Sequence[Any], num_slots: int, pad_slot: int = -1, repeats: bool = False) -> None:
     """Slots that the host knows: ints below ``num_slots``, none twice; negative ones and ``pad_slot`` are padding."""
     if not values:

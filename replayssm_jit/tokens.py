@@ -12,6 +12,8 @@ from . import checks
 from .specs import Input, ReplaySpec
 
 Signature = list[Any]
+#: Layouts to remember; packed batches bring a new one for every number of tokens.
+MAX_LAYOUTS = 1024
 
 
 def signature(tensors: Mapping[str, Any], out: Any) -> Signature | None:

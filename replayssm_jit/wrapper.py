@@ -10,10 +10,7 @@ from . import checks
 from .arguments import StepArguments
 from .cache import ReplayCache, Slots, on_host
 from .kernels import StepKernel
-from .tokens import Signature, TokenLayout, signature
-
-#: Signatures that one wrapper remembers; packed batches bring a new one for every number of tokens.
-_MAX_LAYOUTS = 1024
+from .tokens import MAX_LAYOUTS, Signature, TokenLayout, signature
 
 
 class ReplayWrapper:
@@ -246,7 +243,7 @@ class ReplayWrapper:
         layout = self._layouts.get(key) if given is not None else None
         if layout is None:
             layout = TokenLayout(self.spec, self.cache.device, tensors, out, self._rows, self._tokens, self._packed)
-            if len(self._layouts) >= _MAX_LAYOUTS:
+            if len(self._layouts) >= MAX_LAYOUTS:
                 self._layouts.clear()
             self._layouts[key] = layout
         assert given is not None  # the layout has refused what is no tensor
