@@ -6,6 +6,8 @@
 // and z as well. A flush recomputes every u of the history from raw v and the whole checkpoint, so that neither the read plane nor
 // the ring's rounding of u ever enters the state.
 
+constexpr int FOLD_COLUMNS = round_up(BUFFER_LEN, VW);
+
 struct Window {
   // The step's own tokens.
   const float* columns;      // x_0 ... x_{T-1}, z_0 ... z_{T-1}
@@ -16,7 +18,7 @@ struct Window {
   float beta[MAX_TOKENS];
 
   // The fold of the history: u_j as above with columns fold_columns, then S0 <- decay S0 + sum_j fold_weight_j u_j right_j^T.
-  const float* fold_columns;
+  const float* fold_columns;  // packed
   float fold_state[BUFFER_LEN];
   alignas(64) float pair[BUFFER_LEN * WINDOW];  // U among the history, row j
   float fold_beta[BUFFER_LEN];
@@ -69,7 +71,7 @@ static void solve_tokens(const Params* p, const Row& row, int head, const Window
 
 // The exact fold of a block: all of the recurrence is row by row, so its u come from these rows alone.
 static void fold_exactly(const Row& row, const Window& w, const act* v, char* state, Block block, const char* ahead, Block soon) {
-  alignas(64) float rows[VW * N], u[BUFFER_LEN * VW], product[BUFFER_LEN * VW];
+  alignas(64) float rows[VW * N], u[BUFFER_LEN * VW], product[FOLD_COLUMNS * VW];
   for (int r = 0; r < VW; r++) {
     const char* at = state + (r < HALF ? block.first + r : block.second + r - HALF) * N * State::read_bytes;
     for (int n = 0; n < N; n += 2 * VW) {
@@ -78,7 +80,7 @@ static void fold_exactly(const Row& row, const Window& w, const act* v, char* st
       store(rows + r * N + n, a), store(rows + r * N + n + VW, b);
     }
   }
-  multiply_floats<N, BUFFER_LEN>(rows, w.fold_columns, row.history, product, VW);
+  multiply_tokens<N>(rows, w.fold_columns, row.history, product);
   for (int j = 0; j < row.history; j++) {
     const act* vj = v + row.place[j] * P;
     store(u + j * VW, Act::load_halves(vj + block.first, vj + block.second) - w.fold_state[j] * load(product + j * VW));

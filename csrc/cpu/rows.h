@@ -1,10 +1,10 @@
 // What a row brings to a step, and where its ring entries lie. Needs Params and the constants RING_LEN, BUFFER_LEN, MAX_TOKENS.
 
 struct Row {
-  long long slot;    // negative: padding
-  int tokens;        // T_r
-  int padded;        // output rows to zero after the row's tokens
-  long long batch;   // index along the row axis of the inputs
+  long long slot;   // negative: padding
+  int tokens;       // T_r
+  int padded;       // output rows to zero after the row's tokens
+  long long batch;  // index along the row axis of the inputs
   int start, history;
   int seen;  // history and the step's own tokens
   bool flush;
@@ -18,7 +18,8 @@ static Row read_row(const Params* p, long long r) {
   const int* cu = at<const int>(p->cu_seqlens, 0);
   const int* num = at<const int>(p->num_tokens, 0);
   row.tokens = cu ? cu[r + 1] - cu[r] : num ? num[r] : p->tokens;
-  row.tokens = row.tokens < 0 ? 0 : row.tokens > MAX_TOKENS ? MAX_TOKENS : row.tokens;
+  const int most = cu || p->tokens > MAX_TOKENS ? MAX_TOKENS : p->tokens;
+  row.tokens = row.tokens < 0 ? 0 : row.tokens > most ? most : row.tokens;
   row.padded = cu ? row.tokens : p->tokens;
   row.batch = cu ? cu[r] : r;
   row.start = row.history = row.seen = 0;

@@ -203,6 +203,40 @@ INLINE void multiply_floats(const float* rows, const float* columns, int count, 
   });
 }
 
+// `count` columns of N numbers as N rows of VW columns each, and so on for every VW columns: what multiply_tokens takes. Unused
+// columns are zero.
+template <int N>
+INLINE void pack_columns(const float* columns, int count, float* packed) {
+  for (int j = 0; j < count; j += VW)
+    for (int n = 0; n < N; n += VW) {
+      vf v[VW];
+      UNROLL for (int i = 0; i < VW; i++) v[i] = j + i < count ? load(columns + (j + i) * N + n) : vf{};
+      transpose(v);
+      UNROLL for (int i = 0; i < VW; i++) store(packed + (j * N + (n + i) * VW), v[i]);
+    }
+}
+
+// out[j * VW + row] = rows[row] . columns[j] for VW rows that are fp32 and near, and many columns: a column a lane, so that no sum runs
+// across lanes. Sums are taken over parts of the row first, for accuracy.
+template <int N>
+INLINE void multiply_tokens(const float* rows, const float* packed, int count, float* out) {
+  constexpr int PART = 32;
+  for (int j = 0; j < count; j += VW) {
+    vf total[VW] = {};
+    for (int n0 = 0; n0 < N; n0 += PART) {
+      vf part[VW] = {};
+      for (int n = n0; n < n0 + PART; n++) {
+        vf column = load(packed + j * N + n * VW);
+        KEEP(column);
+        UNROLL for (int r = 0; r < VW; r++) part[r] += rows[r * N + n] * column;
+      }
+      UNROLL for (int r = 0; r < VW; r++) total[r] += part[r];
+    }
+    transpose(total);
+    UNROLL for (int i = 0; i < VW; i++) store(out + (j + i) * VW, total[i]);
+  }
+}
+
 // Fold `count` tokens into the rows of a block: S[p] <- decay S[p] + sum_j left[j][p] right[j], oldest first, in fp32. S comes from
 // `source(row of the block, e, a, b)` and goes to the checkpoint; entries of left lie STRIDE apart, the block's second run
 // `second` after its first; `ahead` is the block to prefetch meanwhile. Decay is a scalar, or N numbers in the columns' order.
@@ -234,10 +268,10 @@ INLINE void fold_block(const Source& source, char* state, Block block, const cha
           UNROLL for (int w = 0; w < WIDE; w++) s[r][w] += a * b[w];
         }
       }
-      vf zero[WIDE] = {};  // stay zero unless some number is infinite or NaN
+      vf sum[WIDE] = {};  // finite if all numbers are
       UNROLL for (int r = 0; r < TILE_ROWS; r++)
-        UNROLL for (int w = 0; w < WIDE; w++) zero[w] += s[r][w] * 0.0f;
-      if (all_zero((zero[0] + zero[1]) + (zero[2] + zero[3])))
+        UNROLL for (int w = 0; w < WIDE; w++) sum[w] += s[r][w];
+      if (all_zero(((sum[0] + sum[1]) + (sum[2] + sum[3])) * 0.0f))
         UNROLL for (int r = 0; r < TILE_ROWS; r++)
           UNROLL for (int w = 0; w < WIDE; w += 2) State::template write<true>(at, r * N + w * VW, s[r][w], s[r][w + 1]);
       else

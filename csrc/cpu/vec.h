@@ -173,6 +173,23 @@ INLINE void interleave(vf& even, vf& odd) {
   even = a, odd = b;
 }
 
+// Rows to columns, VW by VW: one level swaps bit S of a row's number with bit S of the lane's.
+template <int S, int... I>
+INLINE void transpose_level(vf* v, Lanes<I...>) {
+  UNROLL for (int i = 0; i < VW; i++)
+    if (!(i & S)) {
+      const vf a = v[i], b = v[i + S];
+      v[i] = SHUFFLE(a, b, ((I & S) ? VW + (I ^ S) : I)...);
+      v[i + S] = SHUFFLE(a, b, ((I & S) ? VW + I : (I ^ S))...);
+    }
+}
+INLINE void transpose(vf* v) {
+  if constexpr (VW >= 16) transpose_level<8>(v, AllLanes());
+  if constexpr (VW >= 8) transpose_level<4>(v, AllLanes());
+  transpose_level<2>(v, AllLanes());
+  transpose_level<1>(v, AllLanes());
+}
+
 // One level of the sum below: lanes whose bit S is clear get a[i] + a[i ^ S], the others b[i] + b[i ^ S].
 template <int S, int... I>
 INLINE vf fold_lanes(vf a, vf b, Lanes<I...>) {
