@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from . import checks, kernels
+from . import checks, kernels, logging
 from .blob import bit_view, export_slots, import_slots
 from .jit import env
 from .kernels import COMMIT, FLUSH, RESET, STATE_DTYPES
@@ -65,6 +65,7 @@ class ReplayCache:
         self._cursors = kernels.CursorKernel(self.device)
         self._state = kernels.StateKernel(spec, self.device)
         self._step: kernels.StepKernel | None = None
+        logging.attach(self, ("set_weights", "reset", "load_state", "read_state", "flush", "copy_slots", "export", "import_"))
 
     # ---- construction -------------------------------------------------------------------------------------------
 
@@ -432,10 +433,12 @@ class ReplayCache:
             except TypeError:
                 raise TypeError(f"{name} must be an int32 tensor or a sequence of ints, got {slots!r}") from None
             checks.slot_values(name, values, self.num_slots, pad_slot, repeats)
+            checks.rows(name, len(values))
             return values
         if slots.dim() != 1 or slots.numel() == 0:
             raise ValueError(f"{name} must have shape [rows] with at least one row, got {list(slots.shape)}")
         checks.vector(name, slots, slots.numel(), torch.int32, self.device)
+        checks.rows(name, slots.numel())
         if self.watching:
             checks.slot_values(name, slots.tolist(), self.num_slots, pad_slot, repeats)
         return slots

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from . import checks
+from . import checks, logging
 from .arguments import StepArguments
 from .cache import ReplayCache, Slots, on_host
 from .kernels import StepKernel
@@ -58,6 +58,7 @@ class ReplayWrapper:
         self._plan_fields: dict[str, int] = {}
         self._layouts: dict[tuple[Any, ...], TokenLayout] = {}
         self._layers = {layer: StepArguments(self._step.params, self.spec) for layer in range(len(cache.layers))}
+        logging.attach(self, ("plan", "run", "commit"))
 
     # ---- plan ---------------------------------------------------------------------------------------------------
 
@@ -121,6 +122,15 @@ class ReplayWrapper:
         """int32 ``[rows]``: the planned slots; with ``use_cuda_graph`` the fixed buffer, which an engine may also write itself."""
         self._check_planned()
         return self._slots
+
+    @property
+    def planned(self) -> dict[str, torch.Tensor | int] | None:
+        """Arguments of the plan that stands; None before the first."""
+        if not self._rows:
+            return None
+        if self._cu_seqlens is not None:
+            return {"slots": self._slots, "cu_seqlens": self._cu_seqlens}
+        return {"slots": self._slots, "num_tokens": self._tokens if self._lengths is None else self._lengths}
 
     # ---- run ----------------------------------------------------------------------------------------------------
 

@@ -52,7 +52,7 @@ def test_commands_exist(capsys):
             assert option in text
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/method.md", "docs/adding-a-family.md"])
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/method.md", "docs/engines.md", "docs/adding-a-family.md"])
 def test_pages_name_files_that_exist(page):
     root = Path(__file__).parents[1]
     text = (root / page).read_text(encoding="utf-8")

@@ -28,7 +28,7 @@ class _Lazy(click.Group):
     """A group that imports a command when it is called: ``cache`` and ``models`` need not wait for the demo's imports."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return ["demo", "cache", "models"]
+        return ["demo", "cache", "models", "rerun"]
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name == "demo":
@@ -43,6 +43,10 @@ class _Lazy(click.Group):
             from .models import models
 
             return models
+        if name == "rerun":
+            from .rerun import rerun
+
+            return rerun
         return None
 
 

@@ -23,6 +23,12 @@ VARIABLES = (
     Variable("REPLAYSSM_VERBOSE", "0", "1: report every lookup and compile on stderr."),
     Variable("REPLAYSSM_LINEINFO", "0", "1: compile with line information for profilers and debuggers."),
     Variable("REPLAYSSM_DEBUG", "0", "1: check values that need a device synchronisation: slots in range, distinct and committed."),
+    Variable(
+        "REPLAYSSM_LOG_LEVEL",
+        "0",
+        "1: print calls of caches and wrappers made from then on, with shapes; 2: keep inputs of one that fails.",
+    ),
+    Variable("REPLAYSSM_LOG_DIR", "replayssm-dumps", "Where level 2 keeps them, for replayssm-jit rerun."),
 )
 
 
@@ -59,6 +65,25 @@ def lineinfo() -> bool:
 def debug() -> bool:
     """Whether values on the device are checked, at the price of a synchronisation."""
     return _flag("REPLAYSSM_DEBUG")
+
+
+def log_level() -> int:
+    """How much is told about calls: 0 nothing, 1 shapes, 2 also the inputs of a call that fails.
+
+    Raises
+    ------
+    ValueError
+        The variable holds something else.
+    """
+    text = os.environ.get("REPLAYSSM_LOG_LEVEL", "").strip() or "0"
+    if text not in ("0", "1", "2"):
+        raise ValueError(f"REPLAYSSM_LOG_LEVEL must be 0, 1 or 2, got {text!r}")
+    return int(text)
+
+
+def log_dir() -> str:
+    """Directory of the inputs that level 2 keeps; may not exist."""
+    return os.path.abspath(os.path.expanduser(os.environ.get("REPLAYSSM_LOG_DIR") or "replayssm-dumps"))
 
 
 def report(message: str) -> None:
