@@ -10,6 +10,9 @@ import torch
 
 #: Alignment of every cache tensor's base and slot stride, in bytes: the width of one vector load.
 ALIGNMENT = 16
+
+#: Rows of one batch: the second dimension of a CUDA grid.
+MAX_ROWS = 65535
 _INT32_MIN = -(2**31)
 
 
@@ -50,6 +53,12 @@ def vector(name: str, value: object, size: int, dtype: torch.dtype, device: torc
     return given
 
 
+def rows(name: str, count: int) -> None:
+    """No more rows than one launch can have."""
+    if count > MAX_ROWS:
+        raise ValueError(f"{name} must have at most {MAX_ROWS} rows, got {count}")
+
+
 def cache_tensor(name: str, value: object, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A tensor ``[slots, ...]`` whose slots are dense, aligned and apart from each other."""
     given = typed(name, value, shape, (dtype,), device)
@@ -58,8 +67,9 @@ def cache_tensor(name: str, value: object, shape: tuple[int, ...], dtype: torch.
         raise ValueError(f"{name} must be contiguous after the slot dimension (strides {inner}), got {given.stride()[1:]}")
     if slots > 1 and slot_stride < math.prod(shape[1:]):
         raise ValueError(f"{name} must have slots that do not overlap (a stride of at least {math.prod(shape[1:])}), got {slot_stride}")
-    if given.data_ptr() % ALIGNMENT or (slots > 1 and slot_stride * dtype.itemsize % ALIGNMENT):
-        raise ValueError(f"{name} must start at, and step its slots by, a multiple of {ALIGNMENT} bytes")
+    alignment = ALIGNMENT if len(shape) > 3 else dtype.itemsize  # scalars of a ring are read one by one
+    if given.data_ptr() % alignment or (slots > 1 and slot_stride * dtype.itemsize % alignment):
+        raise ValueError(f"{name} must start at, and step its slots by, a multiple of {alignment} bytes")
     return given
 
 
