@@ -115,7 +115,8 @@ def heads_per_block(spec: ReplaySpec, rows: int, smem_limit: int) -> int:
     ratio = spec.heads // spec.groups_
     most = 1 if rows * spec.heads < 2048 else 2 if rows * spec.heads < 8192 else 4
     heads = min(ratio, HEADS_MAX, max(most, WARPS * 16 // spec.head_dim))
-    while heads > 1 and smem_bytes(spec, heads) * min_blocks(spec) > smem_limit:
+    reserved = 1024  # by the system, a block
+    while heads > 1 and (smem_bytes(spec, heads) + reserved) * min_blocks(spec) > smem_limit + reserved:
         heads -= 1
     return heads
 

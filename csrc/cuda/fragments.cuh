@@ -183,7 +183,8 @@ __device__ __forceinline__ void prefetch_planes(const char* lane_row, i64 plane,
   if (plane && Whole::LOADS == 1) return;
   const char* unit = lane_row - lane_offset(lane) + plane;
 #pragma unroll
-  for (int line = 0; line < 16 * STATE_PITCH / 128; line += 32) prefetch(unit + (line + lane) * 128);
+  for (int line = 0; line < 16 * STATE_PITCH / 128; line += 32)
+    if (line + lane < 16 * STATE_PITCH / 128) prefetch(unit + (line + lane) * 128);
 }
 
 // Gram tile: up to 16 queries (8 unless WIDE) against 8 keys, over N columns: gram[query * pitch + key], for queries below

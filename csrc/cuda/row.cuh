@@ -22,7 +22,7 @@ __device__ __forceinline__ int count_tokens(const Params& p, int row) {
   const int tokens = cu_seqlens     ? cu_seqlens[row + 1] - cu_seqlens[row]
                      : p.num_tokens ? static_cast<const int*>(p.num_tokens)[row]
                                     : p.tokens;
-  return min(max(tokens, 0), MAX_TOKENS);
+  return min(max(tokens, 0), cu_seqlens ? MAX_TOKENS : min(MAX_TOKENS, p.tokens));
 }
 
 __device__ __forceinline__ bool is_folding(const Params& p, int tokens, int history) {
