@@ -168,6 +168,17 @@ def ring_values(spec, inputs, weights) -> dict[str, tuple[torch.Tensor, float]]:
     }
 
 
+def query_size(spec, inputs) -> torch.Tensor:
+    """Norm that an output of a random state of norm 1 has, ``[tokens, H]``."""
+    if spec.family == "mamba2":
+        size = inputs["C"].double().norm(dim=-1)
+    else:
+        q = inputs["q"].double()
+        size = spec.scale * q.norm(dim=-1) * (torch.rsqrt(q.square().sum(-1) + 1e-6) if spec.qk_norm else 1)
+    size = size.repeat_interleave(spec.heads // spec.groups_, dim=1) / spec.state_dim**0.5
+    return size if "z" not in inputs else size * torch.nn.functional.silu(inputs["z"].double()).square().mean(-1).sqrt()
+
+
 def with_ring(spec, inputs, weights, state, tip) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The state that a later step sees: ``state`` and the ring's entries of some tokens that ran when the step saw ``tip``.
 
@@ -498,24 +509,30 @@ class Harness:
                     tensor.masked_fill_(dead[:, None, :, None] if tensor.dim() == 4 else dead[:, None], math.nan)
 
     def judge_output(self, got, slot: int, layer: int, tokens) -> None:
-        spec = self.spec
-        want, _ = recurrence(spec, tokens, self.weights[layer], self.slots[slot].read_tip[layer])
-        got = got.double().cpu()
+        """Outputs of a row against the recurrence continued from what the step reads."""
+        spec, state = self.spec, self.slots[slot].read_tip[layer]
+        wanted, states = [], []
+        for t in range(got.shape[0]):
+            y, state = recurrence(spec, {k: v[t : t + 1] for k, v in tokens.items()}, self.weights[layer], state)
+            wanted.append(y[0])
+            states.append(state.norm(dim=(1, 2)))
         where = f"slot {slot}, layer {layer}, history {self.slots[slot].history}, {got.shape[0]} tokens: output"
-        self._judge_rounded(where, got, want)
+        self._judge_rounded(where, got.double().cpu(), torch.stack(wanted), torch.stack(states) * query_size(spec, tokens))
 
-    def _judge_rounded(self, where: str, got: torch.Tensor, want: torch.Tensor) -> None:
-        """Values ``[tokens, H, P]`` in the activation dtype against what they are the rounding of."""
+    def _judge_rounded(self, where: str, got: torch.Tensor, want: torch.Tensor, terms: torch.Tensor) -> None:
+        """Values ``[tokens, H, P]`` in the activation dtype against what they are the rounding of.
+
+        ``terms`` ``[tokens, H]`` is how large the sums behind them would be without cancellation.
+        """
         spec = self.spec
         arithmetic = ARITHMETIC[self.device.type] + FLIPS[spec.state_format] + (0 if spec.family == "mamba2" else FLIPS_U[spec.dtype])
         rounding = want.to(spec.dtype).double() - want
-        error, allowed = norm(got - want), norm(rounding) + 2 * arithmetic * norm(want)
+        size = torch.maximum(want.norm(dim=-1), terms)
+        error, allowed = norm(got - want), norm(rounding) + 2 * arithmetic * norm(size)
         assert error <= allowed, f"{where} error {error:.3g} > {allowed:.3g}, norm {norm(want):.3g}"
         # The same head by head and token by token, so that one wrong head does not hide among right ones.
-        heads = want.norm(dim=-1)
-        scale = torch.maximum(heads, heads.square().mean().sqrt())
-        excess = (got - want).norm(dim=-1) / (rounding.norm(dim=-1) + 8 * arithmetic * scale).clamp_min(1e-30)
-        worst = divmod(int(excess.argmax()), heads.shape[1])
+        excess = (got - want).norm(dim=-1) / (rounding.norm(dim=-1) + 8 * arithmetic * size).clamp_min(1e-30)
+        worst = divmod(int(excess.argmax()), want.shape[1])
         assert bool((excess <= 1).all()), f"{where} of token and head {worst} is {float(excess.max()):.3g} x its bound"
 
     def judge_state(self, slot: int) -> None:
@@ -567,7 +584,8 @@ class Harness:
                         tip = model.read_tip[layer]
                         _, want = with_ring(spec, tokens, self.weights[layer], tip, tip)
                         got = self.cache.layers[layer]["ring_u"][slot][:, places].to(cpu).transpose(0, 1)
-                        self._judge_rounded(f"slot {slot}, layer {layer}: ring_u", got.double(), want)
+                        terms = tokens["v"].double().norm(dim=-1)
+                        self._judge_rounded(f"slot {slot}, layer {layer}: ring_u", got.double(), want, terms)
             start += t
         untouched = [s for s in range(self.num_slots) if s not in flushed]
         keep = ~written.to(self.device)
