@@ -1,8 +1,8 @@
 """Bandwidth shares of the CPU kernels: standard against replay, beside the ceilings of the memory, in one run.
 
 Every number is an average over whole flush cycles with the rows' phases spread evenly (row r starts at history ``T (1 + r mod L/T)``),
-over a state of at least ``--gigabytes``, so no cache holds it. Contenders take turns, cycle by cycle; figures are of each one's quietest cycle, the median beside it: other
-jobs of the machine can only slow a cycle down.
+over a state of at least ``--gigabytes``, so no cache holds it. Contenders take turns, cycle by cycle; figures are of each one's
+quietest cycle, the median beside it: other jobs of the machine can only slow a cycle down.
 """
 
 from __future__ import annotations
