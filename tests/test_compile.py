@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from harness import FAMILIES, FORMATS, small_spec, with_format
+from harness import DELTA, FAMILIES, FORMATS, small_spec, with_format
 
 from replayssm_jit import jit, models, tactics
 
@@ -72,7 +72,7 @@ def test_standard(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_shared_memory(family):
-    """Every corner of what a spec accepts launches on Hopper (227 KiB a block); elsewhere it fits, or is refused by name."""
+    """Every corner launches on Hopper (227 KiB a block), but for 256 rows or columns of a delta rule; what does not is refused by name."""
     corners = itertools.product(FORMATS, (torch.bfloat16, torch.float32), ((1, 1), (16, 16), (64, 1), (64, 16)))
     family_spec = type(small_spec(family))
     shapes = itertools.product(family_spec.head_dims, family_spec.state_dims)
@@ -81,7 +81,7 @@ def test_shared_memory(family):
         spec = small_spec(family, heads=32, buffer_len=length, max_tokens=t, **options)
         for rows, limit in itertools.product((1, 16, 512), (227, 163, 99)):
             if tactics.smem_bytes(spec, 1) > limit * 1024:
-                assert limit < 227, f"{spec} does not fit on Hopper"
+                assert limit < 227 or (family in DELTA and 256 in (head_dim, state_dim)), f"{spec} does not fit on Hopper"
                 with pytest.raises(ValueError, match="shared memory"):
                     tactics.heads_per_block(spec, rows, limit * 1024)
                 continue
