@@ -45,14 +45,15 @@ def shared_memory(spec: ReplaySpec) -> SharedMemory:
 
     fold = length * (_round_up(length, 8) + 2 + 3) * 4
     values = _round_up(max(ring * value_row, fold), 4)
-    factors = 2 * coefficients + (2 * tokens * tokens + 3 * tokens) * 4
+    factors = (2 * tokens * tokens + 3 * tokens) * 4
     if spec.family == "gdn":
         fixed = (tokens + _round_up(ring, 8)) * row + 2 * tokens * gram_row + (tokens + length) * 4
-        head = values + factors + (ring + length + tokens + 1) * 4
+        head = values + 2 * coefficients + factors + (ring + length + tokens + 1) * 4
         return SharedMemory(_round_up(fixed, 16), _round_up(head, 16))
 
     split_row, float_row = (spec.state_dim + 8) * 2, (spec.state_dim + 4) * 4
-    columns = max(terms * (4 * tokens + _round_up(length, 8)) * split_row, 2 * length * (3 * split_row if length <= 32 else float_row))
+    step = terms * 2 * tokens * split_row + max(terms * (2 * tokens + _round_up(length, 8)) * split_row, 2 * coefficients)
+    columns = max(step, 2 * length * (3 * split_row if length <= 32 else float_row))
     rest = 2 * tokens * gram_row + (tokens * spec.state_dim + spec.state_dim + ring + tokens) * 4
     return SharedMemory(_round_up(_round_up(columns + (tokens + ring) * row + values + factors, 8) + rest, 16), 0)
 
@@ -71,7 +72,7 @@ def min_blocks(spec: ReplaySpec) -> int:
             return 3
         if narrow and spec.buffer_len <= 16 and spec.max_tokens <= (8 if spec.state_format == "fp32_bf16" else 2):
             return 5
-        return 3 if spec.max_tokens > 8 else 4
+        return 3 if spec.max_tokens > 8 or spec.state_dim > 128 else 4
     if spec.family == "kda" and spec.buffer_len > 32:
         return 2
     return 4 if narrow and spec.buffer_len <= (16 if spec.family == "kda" else 32) else 3

@@ -5,9 +5,13 @@
 //
 // A lane holds, of rows g and g + 8 of the state, tokens 2t and 2t + 1 of each tile: the accumulator layout of mma.cuh.
 
+// Coefficients of u_j of the history, in y_t and in u_t.
+struct DeltaCoefficients {
+  Coefficients query, key;
+};
+
 // Factors of one head that lie in shared memory.
 struct DeltaFactors {
-  Coefficients query, key;                    // of u_j of the history, for y_t and u_t
   float fresh_query[MAX_TOKENS][MAX_TOKENS];  // [j][t]: of the step's own u_j in y_t, j <= t
   float fresh_key[MAX_TOKENS][MAX_TOKENS];    // [j][t]: and in u_t, j < t
   float lead_query[MAX_TOKENS];               // of the state's product with q_t
@@ -57,7 +61,8 @@ __device__ __forceinline__ void substitute(float (&rest)[Q][4], const float* bet
 // One unit's outputs and corrections. `product` holds the state's raw products: queries in the first TILES tiles, keys in the rest;
 // `values` are u of the history and then v of the new tokens, 16 columns of them.
 __device__ __forceinline__ void delta_unit(const Params& p, const Row& row, int head, int slab, const DeltaFactors& factors,
-                                           const Act* values, float (&product)[2 * TILES][4], int lane) {
+                                           const DeltaCoefficients& coefficients, const Act* values, float (&product)[2 * TILES][4],
+                                           int lane) {
   float y[TILES][4], rest[TILES][4];
 #pragma unroll
   for (int q = 0; q < TILES; ++q)
@@ -70,8 +75,8 @@ __device__ __forceinline__ void delta_unit(const Params& p, const Row& row, int 
   for (int s = 0; 16 * s < row.history; ++s) {
     u32 u[ACT_TERMS][4];
     value_fragment(u, values, s, row.history, lane);
-    factors.query.multiply(y, u, s, lane);
-    factors.key.multiply(rest, u, s, lane);
+    coefficients.query.multiply(y, u, s, lane);
+    coefficients.key.multiply(rest, u, s, lane);
   }
 #pragma unroll
   for (int q = 0; q < TILES; ++q)
