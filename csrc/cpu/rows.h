@@ -41,12 +41,8 @@ static Row read_row(const Params* p, long long r) {
   return row;
 }
 
-// Asks for the lines of the ring's entries that a step will touch: a short random access, so the hardware does not foresee it.
-// `stride` is the bytes of an entry.
+// Asks for the ring's entries that a step will touch, `stride` bytes each.
 INLINE void prefetch_ring(const Row& row, const void* ring, int stride) {
-  const int to_end = RING_LEN - row.start;
-  const int straight = row.seen < to_end ? row.seen : to_end;
-  const char* base = (const char*)ring;
-  prefetch(base + row.start * stride, straight * stride);
-  prefetch(base, (row.seen - straight) * stride);
+  for (int j = 0; j < row.seen; j++)
+    for (int i = 0; i < stride; i += 64) __builtin_prefetch((const char*)ring + row.place[j] * stride + i, 0, 2);
 }

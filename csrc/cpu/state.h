@@ -175,14 +175,14 @@ INLINE void for_columns(int count, Multiply multiply) {
 
 // Products of a block of the read plane with fp32 columns, and with columns that are activations (`exact`, fp32 form at `columns`).
 template <int MOST, class State, int N>
-INLINE void multiply_plane(const ReadPlane<State, N>& plane, const float* columns, int count, float* out, int stride, int second) {
+KERNEL void multiply_plane(const ReadPlane<State, N>& plane, const float* columns, int count, float* out, int stride, int second) {
   for_columns<MOST>(count, [&](int c, auto tile) INLINE_LAMBDA {
     constexpr int C = decltype(tile)::value;
     multiply_block<C>(PlaneTimesColumns<State, N, C>(plane, columns + c * N), out + c * stride, stride, second);
   });
 }
 template <int MOST, class F, class State, int N>
-INLINE void multiply_plane_exact(const ReadPlane<State, N>& plane, const typename F::T* exact, const float* columns, int count, float* out,
+KERNEL void multiply_plane_exact(const ReadPlane<State, N>& plane, const typename F::T* exact, const float* columns, int count, float* out,
                                  int stride, int second) {
 #if defined(__AVX512BF16__)
   if constexpr (MULTIPLIES_EXACT<State, F>)
@@ -196,7 +196,7 @@ INLINE void multiply_plane_exact(const ReadPlane<State, N>& plane, const typenam
 
 // out[c * stride + row] = rows[row] . columns[c] for VW rows.
 template <int N, int MOST>
-INLINE void multiply_floats(const float* rows, const float* columns, int count, float* out, int stride) {
+KERNEL void multiply_floats(const float* rows, const float* columns, int count, float* out, int stride) {
   for_columns<MOST>(count, [&](int c, auto tile) INLINE_LAMBDA {
     constexpr int C = decltype(tile)::value;
     multiply_block<C>(FloatsTimesColumns<N, C>{rows, columns + c * N}, out + c * stride, stride, HALF);
@@ -206,7 +206,7 @@ INLINE void multiply_floats(const float* rows, const float* columns, int count, 
 // `count` columns of N numbers as N rows of VW columns each, and so on for every VW columns: what multiply_tokens takes. Unused
 // columns are zero.
 template <int N>
-INLINE void pack_columns(const float* columns, int count, float* packed) {
+KERNEL void pack_columns(const float* columns, int count, float* packed) {
   for (int j = 0; j < count; j += VW)
     for (int n = 0; n < N; n += VW) {
       vf v[VW];
@@ -219,7 +219,7 @@ INLINE void pack_columns(const float* columns, int count, float* packed) {
 // out[j * VW + row] = rows[row] . columns[j] for VW rows that are fp32 and near, and many columns: a column a lane, so that no sum runs
 // across lanes. Sums are taken over parts of the row first, for accuracy.
 template <int N>
-INLINE void multiply_tokens(const float* rows, const float* packed, int count, float* out) {
+KERNEL void multiply_tokens(const float* rows, const float* packed, int count, float* out) {
   constexpr int PART = 32;
   for (int j = 0; j < count; j += VW) {
     vf total[VW] = {};
@@ -241,7 +241,7 @@ INLINE void multiply_tokens(const float* rows, const float* packed, int count, f
 // `source(row of the block, e, a, b)` and goes to the checkpoint; entries of left lie STRIDE apart, the block's second run
 // `second` after its first; `ahead` is the block to prefetch meanwhile. Decay is a scalar, or N numbers in the columns' order.
 template <class State, int STRIDE, int N, bool DECAY_VECTOR, class Source>
-INLINE void fold_block(const Source& source, char* state, Block block, const char* ahead, Block soon, const float* decay, const float* left,
+KERNEL void fold_block(const Source& source, char* state, Block block, const char* ahead, Block soon, const float* decay, const float* left,
                        int second, const float* right, int count) {
   constexpr int WIDE = 4;  // vectors a row of a tile
   for (int n = 0; n < N; n += WIDE * VW)

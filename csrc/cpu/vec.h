@@ -42,6 +42,7 @@
 #endif
 
 #define INLINE inline __attribute__((always_inline))
+#define KERNEL static __attribute__((noinline))  // loops that want all registers for themselves
 #define INLINE_LAMBDA __attribute__((always_inline))
 
 constexpr int VW = VECTOR_BYTES / 4;  // fp32 lanes of a vector
