@@ -10,9 +10,9 @@ constexpr int FOLD_COLUMNS = round_up(BUFFER_LEN, VW);
 
 struct Window {
   // The step's own tokens.
-  const float* columns;      // x_0 ... x_{T-1}, z_0 ... z_{T-1}
-  const act* exact_columns;  // the same when they are activations
-  float state_u[MAX_TOKENS], state_y[MAX_TOKENS];  // a and b
+  const float* columns;                             // x_0 ... x_{T-1}, z_0 ... z_{T-1}
+  const act* exact_columns;                         // the same when they are activations
+  float state_u[MAX_TOKENS], state_y[MAX_TOKENS];   // a and b
   alignas(64) float u_weight[MAX_TOKENS * WINDOW];  // U
   alignas(64) float y_weight[MAX_TOKENS * WINDOW];  // Y
   float beta[MAX_TOKENS];
@@ -87,8 +87,7 @@ static void fold_exactly(const Row& row, const Window& w, const act* v, char* st
   }
   for (int j = 0; j < row.history; j++) {
     const vf done = w.fold_beta[j] * load(u + j * VW);
-    for (int later = j + 1; later < row.history; later++)
-      store(u + later * VW, load(u + later * VW) - w.pair[later * WINDOW + j] * done);
+    for (int later = j + 1; later < row.history; later++) store(u + later * VW, load(u + later * VW) - w.pair[later * WINDOW + j] * done);
     store(u + j * VW, w.fold_weight[j] * done);
   }
   fold_block<State, VW, N, DECAY_VECTOR>(FromFloats<N>{rows}, state, block, ahead, soon, w.decay, u, HALF, w.right, row.history);
@@ -101,7 +100,7 @@ static void run_head(const Params* p, const Row& row, int head, const Window& w)
     std::memcpy(ring_v + row.place[row.history + t] * P, at<act>(p->v, row.batch * p->v_row + t * p->v_token + head * p->v_outer),
                 P * sizeof(act));
   alignas(64) float product[2 * MAX_TOKENS * P];
-  for_each_block<State, P, N>(state, row.flush, [&](Block block, const auto& plane, const char* ahead, Block soon) INLINE_LAMBDA {
+  for_each_block<State, P, N, EARLY>(state, row.flush, [&](Block block, const auto& plane, const char* ahead, Block soon) INLINE_LAMBDA {
     const int second = block.second - block.first;
     if constexpr (DECAY_VECTOR)
       multiply_plane<2 * MAX_TOKENS>(plane, w.columns, 2 * row.tokens, product + block.first, P, second);

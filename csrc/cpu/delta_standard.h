@@ -3,7 +3,7 @@
 // so that the rows are read once and then updated in place.
 
 struct Token {
-  const float* columns;  // x and z
+  const float* columns;    // x and z
   float state_u, state_y;  // a and b
   float y_u;               // k . q
   float beta;

@@ -86,8 +86,8 @@ template <class F, int elements>
 struct OnePlane {
   static constexpr bool split = F::split;
   static constexpr bool skips = false;
-  static constexpr int read_bytes = sizeof(typename F::T);    // an element of the read plane
-  static constexpr int whole_bytes = sizeof(typename F::T);   // an element of the checkpoint
+  static constexpr int read_bytes = sizeof(typename F::T);   // an element of the read plane
+  static constexpr int whole_bytes = sizeof(typename F::T);  // an element of the checkpoint
   static INLINE void read(const char* head, int e, vf& a, vf& b) { F::load2((const typename F::T*)head + e, a, b); }
   static INLINE void whole(const char* head, int e, vf& a, vf& b) { read(head, e, a, b); }
   static INLINE void prefetch(const char* head, int e, int count) { ::prefetch(head + e * whole_bytes, count * whole_bytes); }

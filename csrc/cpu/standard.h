@@ -4,7 +4,7 @@
 #include <vector>
 
 struct Row {
-  long long slot;   // negative: padding
+  long long slot;  // negative: padding
   int tokens;
   long long batch;
   const int* write_slots;

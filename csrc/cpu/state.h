@@ -52,8 +52,7 @@ struct PlaneTimesColumns {
   vf resident[RESIDENT ? C * (N / VW) : 1];
 
   INLINE PlaneTimesColumns(const ReadPlane<State, N>& plane, const float* columns) : plane(plane), columns(columns) {
-    if (RESIDENT)
-      UNROLL for (int i = 0; i < C * (N / VW); i++) {
+    if (RESIDENT) UNROLL for (int i = 0; i < C * (N / VW); i++) {
         resident[i] = load(columns + i * VW);
         KEEP(resident[i]);
       }
@@ -95,8 +94,7 @@ struct PlaneTimesBf16 {
   vi resident[RESIDENT ? C * STEPS : 1];
 
   INLINE PlaneTimesBf16(const ReadPlane<State, N>& plane, const uint16_t* columns) : plane(plane), columns(columns) {
-    if (RESIDENT)
-      UNROLL for (int i = 0; i < C * STEPS; i++) {
+    if (RESIDENT) UNROLL for (int i = 0; i < C * STEPS; i++) {
         resident[i] = load_as<vi>(columns + i * 2 * VW);
         KEEP(resident[i]);
       }
@@ -154,7 +152,8 @@ INLINE void multiply_block(const Quads& quads, float* out, int stride, int secon
   const auto run = [&](int r, auto falling) INLINE_LAMBDA {
     vf acc[QUAD][C] = {};
     quads.quad(r, falling, acc);
-    UNROLL for (int c = 0; c < C; c++) store(sums + (c * (VW / QUAD) + r / QUAD) * VW, sum_quad(acc[0][c], acc[1][c], acc[2][c], acc[3][c]));
+    UNROLL for (int c = 0; c < C; c++)
+        store(sums + (c * (VW / QUAD) + r / QUAD) * VW, sum_quad(acc[0][c], acc[1][c], acc[2][c], acc[3][c]));
   };
   for (int r = 0; r < (Quads::FALLING ? HALF : VW); r += QUAD) run(r, std::false_type());
   if constexpr (Quads::FALLING)
@@ -250,12 +249,11 @@ KERNEL void fold_block(const Source& source, char* state, Block block, const cha
       char* at = state + (((p < HALF ? block.first : block.second) + row) * N + n) * State::read_bytes;
       State::prefetch(ahead, ((p < HALF ? soon.first : soon.second) + row) * N + n * TILE_ROWS, TILE_ROWS * WIDE * VW);
       vf s[TILE_ROWS][WIDE];
-      UNROLL for (int r = 0; r < TILE_ROWS; r++)
-        UNROLL for (int w = 0; w < WIDE; w += 2) {
-          source(at, p + r, r * N, n, w * VW, s[r][w], s[r][w + 1]);
-          s[r][w] *= DECAY_VECTOR ? load(decay + n + w * VW) : splat(*decay);
-          s[r][w + 1] *= DECAY_VECTOR ? load(decay + n + (w + 1) * VW) : splat(*decay);
-        }
+      UNROLL for (int r = 0; r < TILE_ROWS; r++) UNROLL for (int w = 0; w < WIDE; w += 2) {
+        source(at, p + r, r * N, n, w * VW, s[r][w], s[r][w + 1]);
+        s[r][w] *= DECAY_VECTOR ? load(decay + n + w * VW) : splat(*decay);
+        s[r][w + 1] *= DECAY_VECTOR ? load(decay + n + (w + 1) * VW) : splat(*decay);
+      }
       const float* l = left + (p < HALF ? row : row + second);
       for (int j = 0; j < count; j++) {
         vf b[WIDE];
@@ -269,14 +267,13 @@ KERNEL void fold_block(const Source& source, char* state, Block block, const cha
         }
       }
       vf sum[WIDE] = {};  // finite if all numbers are
-      UNROLL for (int r = 0; r < TILE_ROWS; r++)
-        UNROLL for (int w = 0; w < WIDE; w++) sum[w] += s[r][w];
+      UNROLL for (int r = 0; r < TILE_ROWS; r++) UNROLL for (int w = 0; w < WIDE; w++) sum[w] += s[r][w];
       if (all_zero(((sum[0] + sum[1]) + (sum[2] + sum[3])) * 0.0f))
-        UNROLL for (int r = 0; r < TILE_ROWS; r++)
-          UNROLL for (int w = 0; w < WIDE; w += 2) State::template write<true>(at, r * N + w * VW, s[r][w], s[r][w + 1]);
+        UNROLL for (int r = 0; r < TILE_ROWS; r++) UNROLL for (int w = 0; w < WIDE; w += 2)
+            State::template write<true>(at, r * N + w * VW, s[r][w], s[r][w + 1]);
       else
-        UNROLL for (int r = 0; r < TILE_ROWS; r++)
-          UNROLL for (int w = 0; w < WIDE; w += 2) State::template write<false>(at, r * N + w * VW, s[r][w], s[r][w + 1]);
+        UNROLL for (int r = 0; r < TILE_ROWS; r++) UNROLL for (int w = 0; w < WIDE; w += 2)
+            State::template write<false>(at, r * N + w * VW, s[r][w], s[r][w + 1]);
     }
 }
 
@@ -294,25 +291,46 @@ struct FromFloats {
   }
 };
 
-// Calls body(block, plane reader, ahead, block ahead) for all blocks of a head; what lies AHEAD is in this head or the next.
-template <class State, int P, int N, class Body>
+// Blocks are prefetched AHEAD of the one being read, the first ones of a head while the last ones of the head before it are read. A
+// family that does much else before its product prefetches EARLY blocks more meanwhile (prefetch_early), so that the memory
+// does not rest; the product then has that many fewer to ask for.
+template <int BLOCKS>
+constexpr int AHEAD = BLOCKS < 2 ? 1 : 2;
+
+// Calls body(block, plane reader, ahead, block ahead) for all blocks of a head; what lies ahead is in this head or the next.
+template <class State, int P, int N, int EARLY, class Body>
 INLINE void for_each_block(char* state, bool flush, Body body) {
-  constexpr int BLOCKS = P / VW, AHEAD = BLOCKS < 2 ? 1 : 2;
+  constexpr int BLOCKS = P / VW, ROW = N * State::read_bytes;
   for (int b = 0; b < BLOCKS; b++) {
-    const Block block = block_at<State, P>(b), soon = block_at<State, P>(b + AHEAD < BLOCKS ? b + AHEAD : b + AHEAD - BLOCKS);
-    const char* ahead = b + AHEAD < BLOCKS ? state : state + P * N * State::whole_bytes;
-    constexpr int ROW = N * State::read_bytes;
+    const Block block = block_at<State, P>(b);
     const char *first = state + block.first * ROW, *second = state + block.second * ROW;
+    const int early = flush ? 0 : EARLY, to = b + AHEAD<BLOCKS> + early;
+    const Block soon = block_at<State, P>(to % BLOCKS);
+    const char* ahead = to < BLOCKS ? state : state + P * N * State::whole_bytes;
     // A flush takes long, its fold does all the prefetching.
-    const ReadPlane<State, N> plane = flush ? ReadPlane<State, N>{first, second, first, second}
-                                            : ReadPlane<State, N>{first, second, ahead + soon.first * ROW, ahead + soon.second * ROW};
+    const bool none = flush || to >= BLOCKS + AHEAD<BLOCKS>;
+    const ReadPlane<State, N> plane = none ? ReadPlane<State, N>{first, second, first, second}
+                                           : ReadPlane<State, N>{first, second, ahead + soon.first * ROW, ahead + soon.second * ROW};
     body(block, plane, ahead, soon);
   }
 }
 
+// Line i of the EARLY blocks of a head.
+template <class State, int P, int N>
+INLINE void prefetch_early(const char* state, int i) {
+  constexpr int LINES = N * State::read_bytes / 64;  // of a row
+  const int r = i / LINES;
+  const Block block = block_at<State, P>(AHEAD<P / VW> + r / VW);
+  const int in_block = r % VW,
+            row = in_block < HALF ? block.first + in_block : block.second + (FROM_BOTH_ENDS<State> ? VW - 1 - in_block : in_block - HALF);
+  const int line = FROM_BOTH_ENDS<State> && in_block >= HALF ? LINES - 1 - i % LINES : i % LINES;
+  __builtin_prefetch(state + row * N * State::read_bytes + 64 * line, 0, 2);
+}
+
 // y[p] = decay product[p] + sum_j weight[j] rows[place[j]][p] for the P rows of a head, oldest first.
 template <class F, int P>
-INLINE void mix_rows(float decay, const float* product, const float* weight, const typename F::T* rows, const int* place, int count, vf* y) {
+INLINE void mix_rows(float decay, const float* product, const float* weight, const typename F::T* rows, const int* place, int count,
+                     vf* y) {
   UNROLL for (int i = 0; i < P / VW; i++) y[i] = decay * load(product + i * VW);
   for (int j = 0; j < count; j++) {
     const vf w = splat(weight[j]);

@@ -87,9 +87,7 @@ INLINE bool all_zero(vf v) {
 }
 
 // Asks for `bytes` from p on to be brought near, into the second cache: the first one's few pending misses are for what is read now.
-INLINE void prefetch(const char* p, int bytes) {
-  UNROLL for (int i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 2);
-}
+INLINE void prefetch(const char* p, int bytes) { UNROLL for (int i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 2); }
 
 // 16-bit numbers to 32-bit ones, and the low halves back.
 INLINE vu widen(vh h) {
@@ -177,12 +175,11 @@ INLINE void interleave(vf& even, vf& odd) {
 // Rows to columns, VW by VW: one level swaps bit S of a row's number with bit S of the lane's.
 template <int S, int... I>
 INLINE void transpose_level(vf* v, Lanes<I...>) {
-  UNROLL for (int i = 0; i < VW; i++)
-    if (!(i & S)) {
-      const vf a = v[i], b = v[i + S];
-      v[i] = SHUFFLE(a, b, ((I & S) ? VW + (I ^ S) : I)...);
-      v[i + S] = SHUFFLE(a, b, ((I & S) ? VW + I : (I ^ S))...);
-    }
+  UNROLL for (int i = 0; i < VW; i++) if (!(i & S)) {
+    const vf a = v[i], b = v[i + S];
+    v[i] = SHUFFLE(a, b, ((I & S) ? VW + (I ^ S) : I)...);
+    v[i + S] = SHUFFLE(a, b, ((I & S) ? VW + I : (I ^ S))...);
+  }
 }
 INLINE void transpose(vf* v) {
   if constexpr (VW >= 16) transpose_level<8>(v, AllLanes());
@@ -217,7 +214,7 @@ INLINE vf sum_quads(const float* v) {
 INLINE vf sum_lanes(const float* v) {  // of VW vectors, VW floats each
   alignas(64) float quads[VW / QUAD * VW];
   UNROLL for (int i = 0; i < VW; i += QUAD)
-    store(quads + i / QUAD * VW, sum_quad(load(v + i * VW), load(v + (i + 1) * VW), load(v + (i + 2) * VW), load(v + (i + 3) * VW)));
+      store(quads + i / QUAD * VW, sum_quad(load(v + i * VW), load(v + (i + 1) * VW), load(v + (i + 2) * VW), load(v + (i + 3) * VW)));
   return sum_quads(quads);
 }
 
@@ -235,7 +232,7 @@ INLINE vf scale_by_power(vf q, vf n) {
 // e^x to about one ulp for every x.
 INLINE vf exp(vf x) {
   x = max(splat(-104.0f), min(splat(89.0f), x));  // in this order a NaN stays
-  const vf round = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to the nearest integer
+  const vf round = splat(12582912.0f);            // 1.5 * 2^23: adding it rounds to the nearest integer
   const vf n = (x * 1.44269504088896341f + round) - round;
   vf r = x - n * 0.693145751953125f;  // ln 2 in two parts, the first exact times any n
   r = r - n * 1.42860682030941723212e-6f;
