@@ -100,7 +100,7 @@ static void run_head(const Params* p, const Row& row, int head, const Window& w)
     std::memcpy(ring_v + row.place[row.history + t] * P, at<act>(p->v, row.batch * p->v_row + t * p->v_token + head * p->v_outer),
                 P * sizeof(act));
   alignas(64) float product[2 * MAX_TOKENS * P];
-  for_each_block<State, P, N, EARLY>(state, row.flush, [&](Block block, const auto& plane, const char* ahead, Block soon) INLINE_LAMBDA {
+  for_each_block<State, P, N>(state, row.flush, [&](Block block, const auto& plane, const char* ahead, Block soon) INLINE_LAMBDA {
     const int second = block.second - block.first;
     if constexpr (DECAY_VECTOR)
       multiply_plane<2 * MAX_TOKENS>(plane, w.columns, 2 * row.tokens, product + block.first, P, second);

@@ -291,40 +291,20 @@ struct FromFloats {
   }
 };
 
-// Blocks are prefetched AHEAD of the one being read, the first ones of a head while the last ones of the head before it are read. A
-// family that does much else before its product prefetches EARLY blocks more meanwhile (prefetch_early), so that the memory
-// does not rest; the product then has that many fewer to ask for.
-template <int BLOCKS>
-constexpr int AHEAD = BLOCKS < 2 ? 1 : 2;
-
-// Calls body(block, plane reader, ahead, block ahead) for all blocks of a head; what lies ahead is in this head or the next.
-template <class State, int P, int N, int EARLY, class Body>
+// Calls body(block, plane reader, ahead, block ahead) for all blocks of a head; what lies AHEAD is in this head or the next.
+template <class State, int P, int N, class Body>
 INLINE void for_each_block(char* state, bool flush, Body body) {
-  constexpr int BLOCKS = P / VW, ROW = N * State::read_bytes;
+  constexpr int BLOCKS = P / VW, AHEAD = BLOCKS < 2 ? 1 : 2;
   for (int b = 0; b < BLOCKS; b++) {
-    const Block block = block_at<State, P>(b);
+    const Block block = block_at<State, P>(b), soon = block_at<State, P>(b + AHEAD < BLOCKS ? b + AHEAD : b + AHEAD - BLOCKS);
+    const char* ahead = b + AHEAD < BLOCKS ? state : state + P * N * State::whole_bytes;
+    constexpr int ROW = N * State::read_bytes;
     const char *first = state + block.first * ROW, *second = state + block.second * ROW;
-    const int early = flush ? 0 : EARLY, to = b + AHEAD<BLOCKS> + early;
-    const Block soon = block_at<State, P>(to % BLOCKS);
-    const char* ahead = to < BLOCKS ? state : state + P * N * State::whole_bytes;
     // A flush takes long, its fold does all the prefetching.
-    const bool none = flush || to >= BLOCKS + AHEAD<BLOCKS>;
-    const ReadPlane<State, N> plane = none ? ReadPlane<State, N>{first, second, first, second}
-                                           : ReadPlane<State, N>{first, second, ahead + soon.first * ROW, ahead + soon.second * ROW};
+    const ReadPlane<State, N> plane = flush ? ReadPlane<State, N>{first, second, first, second}
+                                            : ReadPlane<State, N>{first, second, ahead + soon.first * ROW, ahead + soon.second * ROW};
     body(block, plane, ahead, soon);
   }
-}
-
-// Line i of the EARLY blocks of a head.
-template <class State, int P, int N>
-INLINE void prefetch_early(const char* state, int i) {
-  constexpr int LINES = N * State::read_bytes / 64;  // of a row
-  const int r = i / LINES;
-  const Block block = block_at<State, P>(AHEAD<P / VW> + r / VW);
-  const int in_block = r % VW,
-            row = in_block < HALF ? block.first + in_block : block.second + (FROM_BOTH_ENDS<State> ? VW - 1 - in_block : in_block - HALF);
-  const int line = FROM_BOTH_ENDS<State> && in_block >= HALF ? LINES - 1 - i % LINES : i % LINES;
-  __builtin_prefetch(state + row * N * State::read_bytes + 64 * line, 0, 2);
 }
 
 // y[p] = decay product[p] + sum_j weight[j] rows[place[j]][p] for the P rows of a head, oldest first.
