@@ -8,10 +8,12 @@
 
 constexpr int FOLD_COLUMNS = round_up(BUFFER_LEN, VW);
 
+// Raw keys and queries, or decayed ones.
+typedef Columns<State, N, 2 * MAX_TOKENS, !DECAY_VECTOR && std::is_same<Act, bf16>::value> PlaneColumns;
+
 struct Window {
   // The step's own tokens.
-  const float* columns;                             // x_0 ... x_{T-1}, z_0 ... z_{T-1}
-  const act* exact_columns;                         // the same when they are activations
+  const PlaneColumns* columns;                      // x_0 ... x_{T-1}, z_0 ... z_{T-1}
   float state_u[MAX_TOKENS], state_y[MAX_TOKENS];   // a and b
   alignas(64) float u_weight[MAX_TOKENS * WINDOW];  // U
   alignas(64) float y_weight[MAX_TOKENS * WINDOW];  // Y
@@ -102,10 +104,7 @@ static void run_head(const Params* p, const Row& row, int head, const Window& w)
   alignas(64) float product[2 * MAX_TOKENS * P];
   for_each_block<State, P, N>(state, row.flush, [&](Block block, const auto& plane, const char* ahead, Block soon) INLINE_LAMBDA {
     const int second = block.second - block.first;
-    if constexpr (DECAY_VECTOR)
-      multiply_plane<2 * MAX_TOKENS>(plane, w.columns, 2 * row.tokens, product + block.first, P, second);
-    else
-      multiply_plane_exact<2 * MAX_TOKENS, Act>(plane, w.exact_columns, w.columns, 2 * row.tokens, product + block.first, P, second);
+    if (row.tokens) multiply_plane(plane, *w.columns, product + block.first, P, second);
     if (row.flush) fold_exactly(row, w, ring_v, state, block, ahead, soon);
   });
   solve_tokens(p, row, head, w, product);

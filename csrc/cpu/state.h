@@ -81,8 +81,8 @@ struct PlaneTimesColumns {
 
 // The same where plane and columns are bfloat16 and the machine multiplies those, with exact products and fp32 sums.
 #if defined(__AVX512BF16__)
-template <class State, class F>
-constexpr bool MULTIPLIES_EXACT = std::is_same<F, bf16>::value && State::split;
+template <class State>
+constexpr bool MULTIPLIES_BF16 = State::split;
 
 template <class State, int N, int C>
 struct PlaneTimesBf16 {
@@ -117,8 +117,8 @@ struct PlaneTimesBf16 {
   }
 };
 #else
-template <class State, class F>
-constexpr bool MULTIPLIES_EXACT = false;
+template <class State>
+constexpr bool MULTIPLIES_BF16 = false;
 #endif
 
 // Rows that are already fp32 and near, VW of them one after another: a tile, all its numbers from registers.
@@ -172,25 +172,33 @@ INLINE void for_columns(int count, Multiply multiply) {
   if (c < count) multiply(c, std::integral_constant<int, 1>());
 }
 
-// Products of a block of the read plane with fp32 columns, and with columns that are activations (`exact`, fp32 form at `columns`).
-template <int MOST, class State, int N>
-KERNEL void multiply_plane(const ReadPlane<State, N>& plane, const float* columns, int count, float* out, int stride, int second) {
-  for_columns<MOST>(count, [&](int c, auto tile) INLINE_LAMBDA {
+// At most MOST columns in the form that the machine multiplies the read plane with. EXACT: they are bfloat16 numbers.
+template <class State, int N, int MOST, bool EXACT>
+struct Columns {
+  static constexpr bool BF16 = EXACT && MULTIPLIES_BF16<State>;
+  int count;
+  const float* floats;  // in the plane's order
+  alignas(64) uint16_t packed[BF16 ? MOST * N : 1];
+
+  INLINE void set(const float* columns, int n) {
+    floats = columns, count = n;
+    if (BF16)
+      for (int i = 0; i < count * N; i += 2 * VW) bf16::store2(packed + i, load(columns + i), load(columns + i + VW));
+  }
+};
+
+// out[c * stride + row] for a block of the read plane.
+template <class State, int N, int MOST, bool EXACT>
+KERNEL void multiply_plane(const ReadPlane<State, N>& plane, const Columns<State, N, MOST, EXACT>& columns, float* out, int stride,
+                           int second) {
+  for_columns<MOST>(columns.count, [&](int c, auto tile) INLINE_LAMBDA {
     constexpr int C = decltype(tile)::value;
-    multiply_block<C>(PlaneTimesColumns<State, N, C>(plane, columns + c * N), out + c * stride, stride, second);
-  });
-}
-template <int MOST, class F, class State, int N>
-KERNEL void multiply_plane_exact(const ReadPlane<State, N>& plane, const typename F::T* exact, const float* columns, int count, float* out,
-                                 int stride, int second) {
 #if defined(__AVX512BF16__)
-  if constexpr (MULTIPLIES_EXACT<State, F>)
-    return for_columns<MOST>(count, [&](int c, auto tile) INLINE_LAMBDA {
-      constexpr int C = decltype(tile)::value;
-      multiply_block<C>(PlaneTimesBf16<State, N, C>(plane, exact + c * N), out + c * stride, stride, second);
-    });
+    if constexpr (Columns<State, N, MOST, EXACT>::BF16)
+      return multiply_block<C>(PlaneTimesBf16<State, N, C>(plane, columns.packed + c * N), out + c * stride, stride, second);
 #endif
-  multiply_plane<MOST>(plane, columns, count, out, stride, second);
+    multiply_block<C>(PlaneTimesColumns<State, N, C>(plane, columns.floats + c * N), out + c * stride, stride, second);
+  });
 }
 
 // out[c * stride + row] = rows[row] . columns[c] for VW rows.
