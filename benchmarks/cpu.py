@@ -1,8 +1,9 @@
 """Bandwidth shares of the CPU kernels: standard against replay, beside the ceilings of the memory, in one run.
 
 Every number is an average over whole flush cycles with the rows' phases spread evenly (row r starts at history ``T (1 + r mod L/T)``),
-over a state of at least ``--gigabytes``, so no cache holds it. Contenders take turns, cycle by cycle; figures are of each one's
-quietest cycle, the median beside it: other jobs of the machine can only slow a cycle down.
+over a state of at least ``--gigabytes``, so no cache holds it. Contenders take turns; a round measures the ceilings, every contender
+over a whole cycle, and the ceilings again. Ratios are formed within a round, where neighbours on a shared machine treat all alike,
+and rounds during which a ceiling moved by more than a tenth are left out. Medians over the rounds are reported.
 """
 
 from __future__ import annotations
@@ -158,47 +159,55 @@ def measure(family: str, args: argparse.Namespace) -> dict[str, Any]:
     shape = (slots, *one.shape("H", "P", "N"))
     plain, planes = arena.zeros(shape, torch.float32), arena.zeros(shape, torch.float32)
     period = args.buffer_len // args.tokens
-
-    runs: dict[str, tuple[Callable[[], None], int]] = {
-        **{f"read {ahead}": (bandwidth(plain, READ, ahead, args.threads), 2) for ahead in (0, 1024, 4096)},
-        **{f"update {ahead}": (bandwidth(plain, UPDATE, ahead, args.threads), 2) for ahead in (0, 1024)},
-        "standard": (standard(one, plain, args.tokens, args.threads), 4),
-        "replay fp32": (replay(one, plain, arena, args.tokens, args.threads), period),
-        "replay fp32/bf16": (replay(two, planes, arena, args.tokens, args.threads), period),
-    }
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for repeat in range(args.repeats + 1):
-        for name, (run, count) in runs.items():
-            taken = seconds(run, count)
-            if repeat:  # the first round warms up
-                times[name].append(taken)
-    best = {name: min(t) for name, t in times.items()}
-
     size = plain.numel() * 4
-    read_rate = size / min(t for name, t in best.items() if name.startswith("read"))
-    update_rate = 2 * size / min(t for name, t in best.items() if name.startswith("update"))
+
+    ceilings = {
+        "read": [bandwidth(plain, READ, ahead, args.threads) for ahead in (0, 1024, 4096)],
+        "update": [bandwidth(plain, UPDATE, ahead, args.threads) for ahead in (0, 1024)],
+    }
+    contenders: dict[str, tuple[specs.ReplaySpec, Callable[[], None], int]] = {
+        "standard": (one, standard(one, plain, args.tokens, args.threads), 4),
+        "replay fp32": (one, replay(one, plain, arena, args.tokens, args.threads), period),
+        "replay fp32/bf16": (two, replay(two, planes, arena, args.tokens, args.threads), period),
+    }
+
+    def ceiling_rates() -> dict[str, float]:
+        moved = {"read": size, "update": 2 * size}
+        return {name: moved[name] / min(seconds(run, 2) for run in runs) for name, runs in ceilings.items()}
+
+    rounds: list[dict[str, float]] = []
+    for _ in range(args.repeats + 1):
+        before = ceiling_rates()
+        times = {name: seconds(run, count) for name, (_, run, count) in contenders.items()}
+        after = ceiling_rates()
+        drift = max(abs(after[name] / before[name] - 1) for name in before)
+        rounds.append({**{name: max(before[name], after[name]) for name in before}, **times, "drift": drift})
+    rounds = rounds[1:]  # the first one warms up
+    steady = [r for r in rounds if r["drift"] <= 0.1] or rounds
+
     history, share = args.tokens * (period + 1) / 2, 1 / period
     rows: list[dict[str, Any]] = []
-    for name, spec in (("standard", one), ("replay fp32", one), ("replay fp32/bf16", two)):
+    for name, (spec, _, _) in contenders.items():
         moved = slots * (spec.standard_step_bytes() if name == "standard" else spec.step_bytes(args.tokens, history, share))
-        ceiling = update_rate if name == "standard" else read_rate
+        ceiling = "update" if name == "standard" else "read"
         rows.append(
             {
                 "family": family,
                 "kernel": name,
                 "slots": slots,
-                "us_step": best[name] * 1e6,
-                "us_median": statistics.median(times[name]) * 1e6,
+                "us_step": statistics.median(r[name] for r in steady) * 1e6,
                 "bytes_step": moved,
-                "gb_s": moved / best[name] / 1e9,
-                "share": moved / best[name] / ceiling,
-                "speedup": best["standard"] / best[name],
+                "gb_s": statistics.median(moved / r[name] for r in steady) / 1e9,
+                "share": statistics.median(moved / r[name] / r[ceiling] for r in steady),
+                "speedup": statistics.median(r["standard"] / r[name] for r in steady),
+                "speedup_range": [pick(r["standard"] / r[name] for r in steady) for pick in (min, max)],
             }
         )
     return {
-        "read_gb_s": read_rate / 1e9,
-        "update_gb_s": update_rate / 1e9,
-        "cycles_us": {name: [round(t * 1e6) for t in taken] for name, taken in times.items()},
+        "read_gb_s": statistics.median(r["read"] for r in steady) / 1e9,
+        "update_gb_s": statistics.median(r["update"] for r in steady) / 1e9,
+        "steady_rounds": len(steady),
+        "rounds": rounds,
         "rows": rows,
     }
 
@@ -210,7 +219,7 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=1.0, help="least size of the fp32 state")
     parser.add_argument("--tokens", type=int, default=1, help="new tokens of every row and step, all accepted; divides --buffer-len")
     parser.add_argument("--buffer-len", type=int, default=16)
-    parser.add_argument("--repeats", type=int, default=7, help="measured cycles of every contender")
+    parser.add_argument("--repeats", type=int, default=9, help="measured rounds")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--huge-pages", action=argparse.BooleanOptionalAction, default=True, help="ask the kernel for huge pages")
     parser.add_argument("--json", type=Path, help="write everything here")
@@ -222,7 +231,13 @@ def main() -> None:
     load_before = os.getloadavg()
     report: dict[str, Any] = {
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "machine": {"cpu": cpu_name(), "cores": os.cpu_count(), "threads": args.threads, "system": platform.platform()},
+        "machine": {
+            "cpu": cpu_name(),
+            "cores": os.cpu_count(),
+            "threads": args.threads,
+            "system": platform.platform(),
+            "scheduling": scheduling(),
+        },
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "compiler": jit.host.version()},
         "date": time.strftime("%Y-%m-%d"),
         "load_before": load_before,
@@ -230,15 +245,24 @@ def main() -> None:
     }
     for family in args.families:
         result = report["families"][family] = measure(family, args)
-        print(f"{family}: read {result['read_gb_s']:.1f} GB/s, in-place read + write {result['update_gb_s']:.1f} GB/s")
-        print(f"  {'kernel':<18} {'us/step':>9} {'median':>9} {'GB/s':>6} {'share':>6} {'speed-up':>8}")
+        ceilings = f"read {result['read_gb_s']:.1f} GB/s, in-place read + write {result['update_gb_s']:.1f} GB/s"
+        print(f"{family}: {ceilings}, {result['steady_rounds']} of {args.repeats} rounds steady")
+        print(f"  {'kernel':<18} {'us/step':>9} {'GB/s':>6} {'share':>6} {'speed-up':>8} {'range':>11}")
         for row in result["rows"]:
-            times = " ".join(f"{row[key]:>9.0f}" for key in ("us_step", "us_median"))
-            print(f"  {row['kernel']:<18} {times} {row['gb_s']:>6.1f} {row['share']:>6.0%} {row['speedup']:>8.2f}")
+            low, high = row["speedup_range"]
+            print(
+                f"  {row['kernel']:<18} {row['us_step']:>9.0f} {row['gb_s']:>6.1f} {row['share']:>6.0%} {row['speedup']:>8.2f} {low:>5.2f}-{high:.2f}"
+            )
     report["load_after"] = os.getloadavg()
     print(f"load average before {load_before[0]:.2f}, after {report['load_after'][0]:.2f}")
     if args.json:
         args.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+def scheduling() -> str:
+    """How this process is scheduled: on a busy machine that decides what can be measured."""
+    policies = {os.SCHED_OTHER: "other", os.SCHED_FIFO: "fifo", os.SCHED_RR: "rr", os.SCHED_BATCH: "batch", os.SCHED_IDLE: "idle"}
+    return f"{policies.get(os.sched_getscheduler(0), 'unknown')}, nice {os.getpriority(os.PRIO_PROCESS, 0)}"
 
 
 def cpu_name() -> str:

@@ -299,10 +299,12 @@ struct FromFloats {
   }
 };
 
+constexpr int AHEAD_BYTES = 8192;  // measured: less leaves the memory waiting, more does not help
+
 // Calls body(block, plane reader, ahead, block ahead) for all blocks of a head; what lies AHEAD is in this head or the next.
 template <class State, int P, int N, class Body>
 INLINE void for_each_block(char* state, bool flush, Body body) {
-  constexpr int BLOCKS = P / VW, AHEAD = BLOCKS < 2 ? 1 : 2;
+  constexpr int BLOCKS = P / VW, FEW = AHEAD_BYTES / (VW * N * State::read_bytes), AHEAD = FEW < 1 ? 1 : FEW < BLOCKS ? FEW : BLOCKS;
   for (int b = 0; b < BLOCKS; b++) {
     const Block block = block_at<State, P>(b), soon = block_at<State, P>(b + AHEAD < BLOCKS ? b + AHEAD : b + AHEAD - BLOCKS);
     const char* ahead = b + AHEAD < BLOCKS ? state : state + P * N * State::whole_bytes;
