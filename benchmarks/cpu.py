@@ -250,9 +250,8 @@ def main() -> None:
         print(f"  {'kernel':<18} {'us/step':>9} {'GB/s':>6} {'share':>6} {'speed-up':>8} {'range':>11}")
         for row in result["rows"]:
             low, high = row["speedup_range"]
-            print(
-                f"  {row['kernel']:<18} {row['us_step']:>9.0f} {row['gb_s']:>6.1f} {row['share']:>6.0%} {row['speedup']:>8.2f} {low:>5.2f}-{high:.2f}"
-            )
+            measured = f"{row['us_step']:>9.0f} {row['gb_s']:>6.1f} {row['share']:>6.0%} {row['speedup']:>8.2f}"
+            print(f"  {row['kernel']:<18} {measured} {low:>5.2f}-{high:.2f}")
     report["load_after"] = os.getloadavg()
     print(f"load average before {load_before[0]:.2f}, after {report['load_after'][0]:.2f}")
     if args.json:
