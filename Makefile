@@ -15,7 +15,7 @@ PY := $(VENV)/bin/python
 CLANG_FORMAT := $(VENV)/bin/clang-format
 endif
 
-.PHONY: demo test test-slow lint format bench wheel clean
+.PHONY: demo test test-slow test-emulated lint format bench wheel clean
 
 demo: $(READY)
 	$(PY) -m replayssm_jit demo $(ARGS)
@@ -25,6 +25,10 @@ test: $(READY)
 
 test-slow: $(READY)
 	$(PY) -m pytest -m slow $(ARGS)
+
+# The behaviour tests on the CUDA kernels, without a GPU.
+test-emulated: $(READY)
+	$(PY) -m pytest --emulate 0 $(addprefix tests/,test_step.py test_delta.py test_standard.py test_cache.py test_determinism.py) $(ARGS)
 
 lint: $(READY)
 	$(PY) -m ruff check .

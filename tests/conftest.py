@@ -1,18 +1,33 @@
-"""Backends: the CPU always, CUDA where there is a device."""
+"""Backends: the CPU always, CUDA where there is a device; with ``--emulate`` the CUDA backend on an emulated one instead."""
 
 import pytest
 import torch
+from emulator import emulated
+
+# The kernels use as many threads as torch. Shapes here are small, and one thread keeps two pools of OpenMP workers, torch's and the
+# kernels', from waiting for each other's cores; test_determinism.py runs more of them.
+torch.set_num_threads(1)
 
 CUDA = pytest.param(
     "cuda",
     marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")],
 )
 
-# The kernels use as many threads as torch. Shapes here are small, and one thread keeps two pools of OpenMP workers, torch's and the
-# kernels', from waiting for each other's cores; test_determinism.py runs more of them.
-torch.set_num_threads(1)
+
+def pytest_addoption(parser):
+    parser.addoption("--emulate", type=int, metavar="SEED", help="run behaviour tests on CUDA kernels without a GPU (tests/emulator)")
 
 
-@pytest.fixture(params=["cpu", CUDA])
+def pytest_generate_tests(metafunc):
+    if "device" in metafunc.fixturenames:
+        emulate = metafunc.config.getoption("--emulate") is not None
+        metafunc.parametrize("device", ["emulated"] if emulate else ["cpu", CUDA], indirect=True)
+
+
+@pytest.fixture
 def device(request):
-    return torch.device(request.param, 0) if request.param == "cuda" else torch.device("cpu")
+    if request.param == "emulated":
+        with emulated(request.config.getoption("--emulate")):
+            yield torch.device("cpu")
+    else:
+        yield torch.device(request.param, 0) if request.param == "cuda" else torch.device("cpu")

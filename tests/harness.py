@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from replayssm_jit import GdnSpec, KdaSpec, Mamba2Spec, ReplayCache, ReplayWrapper
+from replayssm_jit import GdnSpec, KdaSpec, Mamba2Spec, ReplayCache, ReplayWrapper, kernels
 from replayssm_jit.reference import gdn_recurrence, kda_recurrence, mamba2_recurrence, softplus
 
 # ---- tolerances -----------------------------------------------------------------------------------------------------
@@ -525,7 +525,9 @@ class Harness:
         ``terms`` ``[tokens, H]`` is how large the sums behind them would be without cancellation.
         """
         spec = self.spec
-        arithmetic = ARITHMETIC[self.device.type] + FLIPS[spec.state_format] + (0 if spec.family == "mamba2" else FLIPS_U[spec.dtype])
+        arithmetic = (
+            ARITHMETIC[kernels.backend_of(self.device)] + FLIPS[spec.state_format] + (0 if spec.family == "mamba2" else FLIPS_U[spec.dtype])
+        )
         rounding = want.to(spec.dtype).double() - want
         size = torch.maximum(want.norm(dim=-1), terms)
         error, allowed = norm(got - want), norm(rounding) + 2 * arithmetic * norm(size)

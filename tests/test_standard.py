@@ -20,6 +20,7 @@ from harness import (
     with_format,
 )
 
+from replayssm_jit import kernels
 from replayssm_jit.standard import StandardKernel
 
 OPTIONAL = {"D", "dt_bias", "z", "A_log"}
@@ -56,7 +57,7 @@ class Standard:
 
 def judge(spec, device, got, want):
     rounding = float((want.to(spec.dtype).double() - want).norm() / want.norm())
-    assert relative_error(got, want) <= rounding + 2 * (ARITHMETIC[device.type] + FLIPS[spec.state_format])
+    assert relative_error(got, want) <= rounding + 2 * (ARITHMETIC[kernels.backend_of(device)] + FLIPS[spec.state_format])
 
 
 @pytest.mark.parametrize(
