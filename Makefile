@@ -15,7 +15,7 @@ PY := $(VENV)/bin/python
 CLANG_FORMAT := $(VENV)/bin/clang-format
 endif
 
-.PHONY: demo test test-slow test-emulated lint format bench wheel clean
+.PHONY: demo test test-slow test-emulated fuzz lint format bench wheel clean
 
 demo: $(READY)
 	$(PY) -m replayssm_jit demo $(ARGS)
@@ -29,6 +29,11 @@ test-slow: $(READY)
 # The behaviour tests on the CUDA kernels, without a GPU.
 test-emulated: $(READY)
 	$(PY) -m pytest --emulate 0 $(addprefix tests/,test_step.py test_delta.py test_standard.py test_cache.py test_determinism.py) $(ARGS)
+
+# Random lives a family; ARGS="-k gdn" chooses one.
+LIVES ?= 3000
+fuzz: $(READY)
+	$(PY) -m pytest tests/test_state_machine.py -s --fuzz $(LIVES) $(ARGS)
 
 lint: $(READY)
 	$(PY) -m ruff check .

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -189,7 +189,8 @@ def with_ring(spec, inputs, weights, state, tip) -> tuple[torch.Tensor, torch.Te
         return recurrence(spec, inputs, weights, state)[1], None
     values = {name: values.double() for name, (values, _) in ring_values(spec, inputs, weights).items()}
     keys = (values["k"] * values["k_norm"][..., None]).repeat_interleave(spec.heads // spec.groups_, dim=1)
-    decay = values["g"].exp().reshape(keys.shape[0], spec.heads, 1, -1)
+    decay = values["g"].exp().unflatten(1, (spec.heads, 1))  # [tokens, H, 1] or [tokens, H, 1, N]
+    decay = decay[..., None] if decay.dim() == 3 else decay
     us = torch.zeros(keys.shape[0], *spec.shape("H", "P"), dtype=torch.float64)
     for t in range(keys.shape[0]):
         tip = tip * decay[t]
@@ -243,9 +244,14 @@ class SlotModel:
     ring_start: int = 0
     position: int = 0
     history: int = 0
+    uncommitted: int = 0  # tokens of a step that ran and has no commit yet
     inputs: list[dict[str, torch.Tensor]] = field(default_factory=list)
     tip: list[torch.Tensor] = field(default_factory=list)  # after every committed token, from the checkpoint
     read_tip: list[torch.Tensor] = field(default_factory=list)  # what the next step sees: read plane and ring
+
+    def copy(self) -> SlotModel:
+        """Another slot of the same content; tensors are never changed in place, so they may be shared."""
+        return replace(self, **{name: list(getattr(self, name)) for name in ("checkpoint", "inputs", "tip", "read_tip")})
 
 
 class Harness:
@@ -259,6 +265,10 @@ class Harness:
         Lays a dictionary of inputs out in memory; same values, other strides.
     load : bool
         Start from random states and random ring starts instead of fresh slots.
+    cache : ReplayCache, optional
+        Use this one, and its device.
+    weights : list of dict, optional
+        Weights of every layer; random when absent.
     """
 
     def __init__(
@@ -274,16 +284,15 @@ class Harness:
         layout=dense,
         load: bool = True,
         cache: ReplayCache | None = None,
+        weights: list[dict[str, torch.Tensor]] | None = None,
     ) -> None:
         self.spec, self.device, self.optional, self.layout, self.pad_slot = spec, torch.device(device), optional, layout, pad_slot
         self.generator = torch.Generator().manual_seed(seed)
         self.cache = ReplayCache.allocate(spec, num_layers=layers, num_slots=slots, device=device) if cache is None else cache
         self.device = self.cache.device
-        self.wrapper = ReplayWrapper(self.cache, pad_slot=pad_slot)
         self.num_slots, self.num_layers = self.cache.num_slots, len(self.cache.layers)
-        self.weights = [make_weights(spec, self.generator, set(optional)) for _ in range(self.num_layers)]
-        for layer, weights in enumerate(self.weights):
-            self.cache.set_weights(layer, **{k: v.to(self.device) for k, v in weights.items()})
+        self.weights = [make_weights(spec, self.generator, set(optional)) for _ in range(self.num_layers)] if weights is None else weights
+        self.use(self.cache, pad_slot)
         self.slots: list[SlotModel] = []
         zero = torch.zeros(spec.shape("H", "P", "N"), dtype=torch.float64)
         for _ in range(self.num_slots):
@@ -294,6 +303,13 @@ class Harness:
                 self.slots[slot].ring_start = self.randint(0, spec.ring_len - 1)
             starts = torch.tensor([s.ring_start for s in self.slots], dtype=torch.int32)
             self.cache.ring_start.copy_(starts)
+
+    def use(self, cache: ReplayCache, pad_slot: int) -> None:
+        """Go on with another cache of the same content and a new wrapper."""
+        self.cache, self.pad_slot, self.planned = cache, pad_slot, None
+        self.wrapper = ReplayWrapper(cache, pad_slot=pad_slot)
+        for layer, weights in enumerate(self.weights):
+            cache.set_weights(layer, **{k: v.to(self.device) for k, v in weights.items()})
 
     # ---- randomness -------------------------------------------------------------------------------------------------
 
@@ -317,13 +333,14 @@ class Harness:
         empty = self.make_inputs(0)
         return SlotModel(kept, inputs=[dict(empty) for _ in kept], tip=list(kept), read_tip=[read(self.spec, s) for s in kept])
 
-    def load(self, slot: int, position: int = 0) -> None:
+    def load(self, slot: int, position: int = 0, layout: str = "vk") -> None:
         """Random states through ``load_state``, values exact in the checkpoint's dtype."""
         shape = self.spec.shape("H", "P", "N")
         states = [torch.randn(shape, generator=self.generator).to(self.spec.checkpoint_dtype) for _ in range(self.num_layers)]
         positions = torch.tensor([position], dtype=torch.int64, device=self.device)
         for layer, state in enumerate(states):
-            self.cache.load_state(layer, [slot], state[None].to(self.device), positions=positions)
+            given = state[None].to(self.device)
+            self.cache.load_state(layer, [slot], given if layout == "vk" else given.mT, layout=layout, positions=positions)
         self.slots[slot] = self._fresh([s.double() for s in states])
         self.slots[slot].position = position
 
@@ -332,12 +349,14 @@ class Harness:
         model = self.slots[slot]
         count = next(iter(tokens.values())).shape[0]
         places = [(model.ring_start + i) % self.spec.ring_len for i in range(count)]
-        for name, (values, _) in ring_values(self.spec, tokens, self.weights[0]).items():
+        entries = {name: values for name, (values, _) in ring_values(self.spec, tokens, self.weights[0]).items()}
+        seen, us = with_ring(self.spec, tokens, self.weights[0], model.read_tip[0], model.read_tip[0])
+        for name, values in (entries if us is None else entries | {"u": us}).items():
             ring = self.cache.layers[0][f"ring_{name}"]
             ring[slot][:, places] = values.to(ring.dtype).to(self.device).transpose(0, 1)
         model.inputs, model.history = [tokens], count
         model.tip = [recurrence(self.spec, tokens, self.weights[0], model.tip[0])[1]]
-        model.read_tip = [recurrence(self.spec, tokens, self.weights[0], model.read_tip[0])[1]]
+        model.read_tip = [seen]
         self.cache.ring_start[slot], self.cache.history[slot] = model.ring_start, model.history
 
     def reset(self, slots: list[int]) -> None:
@@ -376,6 +395,7 @@ class Harness:
         mode: str = "fixed",
         width: int | None = None,
         commit: bool = True,
+        plan: bool = True,
     ) -> list[torch.Tensor]:
         """Plan, run every layer, judge, commit.
 
@@ -389,6 +409,10 @@ class Harness:
             Equal lengths as an int; lengths as a tensor with padded inputs; or ``cu_seqlens``.
         width : int, optional
             Padded width.
+        commit : bool
+            Commit at once; otherwise the arguments of :meth:`commit` are left in ``pending``.
+        plan : bool
+            Plan; otherwise the plan of an earlier step with the same rows and mode stands.
 
         Returns
         -------
@@ -399,18 +423,19 @@ class Harness:
         if accepted is None:
             accepted = [self.randint(0, t) for t in lengths]
         fresh = [self.make_inputs(sum(lengths)) for _ in range(self.num_layers)]
-        outputs = self.run(rows, fresh, mode=mode, width=width)
+        outputs = self.run(rows, fresh, mode=mode, width=width, plan=plan)
         if commit:
             self.commit(rows, accepted, fresh)
         else:
             self.pending = (rows, accepted, fresh)
         return outputs
 
-    def run(self, rows, fresh, *, mode="fixed", width=None):
+    def run(self, rows, fresh, *, mode="fixed", width=None, plan=True):
         """Plan and run every layer on the given inputs (packed, one dictionary a layer), and judge everything but cursors."""
         spec, lengths = self.spec, [t for _, t in rows]
         starts = [sum(lengths[:i]) for i in range(len(rows) + 1)]
-        self.plan(rows, mode)
+        if plan:
+            self.plan(rows, mode)
         self.poison()
         before = [{name: t.clone() for name, t in layer.items()} for layer in self.cache.layers]
         outputs = []
@@ -441,9 +466,13 @@ class Harness:
                     tokens = {k: v[starts[r] : starts[r + 1]] for k, v in fresh[layer].items()}
                     self.judge_output(got, slot, layer, tokens)
         self.judge_cache(rows, fresh, before)
+        for slot, t in rows:
+            if self.live(slot) and t:
+                self.slots[slot].uncommitted = t
         return outputs
 
     def plan(self, rows, mode: str) -> None:
+        self.planned = (rows, mode)
         slots = torch.tensor([s for s, _ in rows], dtype=torch.int32, device=self.device)
         lengths = torch.tensor([t for _, t in rows], dtype=torch.int32)
         if mode == "fixed":
@@ -476,6 +505,8 @@ class Harness:
             a = a if 0 <= a <= t else 0
             if self.live(slot):
                 model = self.slots[slot]
+                if t:
+                    model.uncommitted = 0
                 seen = model.read_tip
                 if self.flushes(slot, t):
                     self._fold(model)
@@ -494,10 +525,10 @@ class Harness:
     # ---- poison and judgement ---------------------------------------------------------------------------------------
 
     def dead(self) -> torch.Tensor:
-        """Ring entries outside the histories, bool ``[slots, R]``."""
+        """Ring entries outside the histories and the steps that wait for a commit, bool ``[slots, R]``."""
         entry = torch.arange(self.spec.ring_len)
         start = torch.tensor([s.ring_start for s in self.slots])[:, None]
-        history = torch.tensor([s.history for s in self.slots])[:, None]
+        history = torch.tensor([s.history + s.uncommitted for s in self.slots])[:, None]
         return (entry - start) % self.spec.ring_len >= history
 
     def poison(self) -> None:
