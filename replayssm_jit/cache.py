@@ -62,9 +62,11 @@ class ReplayCache:
         self.error = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.debug = env.debug()
         self._open: dict[int, set[int]] = {}  # debug mode: slots that ran without a commit since, and in which layers
+        self._trees: dict[int, list[int]] = {}  # debug mode: parents of the nodes that they ran
         self._cursors = kernels.CursorKernel(self.device)
         self._state = kernels.StateKernel(spec, self.device)
         self._step: kernels.StepKernel | None = None
+        self._compact: tuple[kernels.CompactKernel, torch.Tensor] | None = None
         logging.attach(self, ("set_weights", "reset", "load_state", "read_state", "flush", "copy_slots", "export", "import_"))
 
     # ---- construction -------------------------------------------------------------------------------------------
@@ -365,28 +367,56 @@ class ReplayCache:
         return self.debug and not (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing())
 
     def commit(
-        self, slots: torch.Tensor, num_tokens: torch.Tensor | int, num_accepted: torch.Tensor, pad_slot: int, order: torch.Tensor | None
+        self,
+        slots: torch.Tensor,
+        num_tokens: torch.Tensor | int,
+        num_accepted: torch.Tensor,
+        accepted: torch.Tensor | None,
+        pad_slot: int,
+        order: torch.Tensor | None,
     ) -> None:
         """Close a step; see :meth:`replayssm_jit.ReplayWrapper.commit`."""
-        tokens = {"tokens": num_tokens} if isinstance(num_tokens, int) else {"num_tokens": num_tokens.data_ptr()}
+        step = {
+            "slots": slots.data_ptr(),
+            "num_accepted": num_accepted.data_ptr(),
+            "ring_start": self.ring_start.data_ptr(),
+            "history": self.history.data_ptr(),
+            "buffer_len": self.spec.buffer_len,
+            "ring_len": self.spec.ring_len,
+            "pad_slot": pad_slot,
+            **({"tokens": num_tokens} if isinstance(num_tokens, int) else {"num_tokens": num_tokens.data_ptr()}),
+            **({} if accepted is None else {"accepted": accepted.data_ptr(), "width": accepted.shape[1]}),
+        }
+        if accepted is not None:
+            kernel, rings = self.prepare_paths()
+            kernel.launch(slots.numel(), rings.shape[0], rings=rings.data_ptr(), **step)
         self._cursors.launch(
             slots.numel(),
-            slots=slots.data_ptr(),
-            num_accepted=num_accepted.data_ptr(),
-            ring_start=self.ring_start.data_ptr(),
-            history=self.history.data_ptr(),
             position=self.position.data_ptr(),
             error=self.error.data_ptr(),
-            buffer_len=self.spec.buffer_len,
-            ring_len=self.spec.ring_len,
-            pad_slot=pad_slot,
             op=COMMIT,
             order=0 if order is None else order.data_ptr(),
-            **tokens,
+            **step,
         )
         if self.watching:
             for slot in slots.tolist():
                 self._open.pop(slot, None)
+                self._trees.pop(slot, None)
+
+    def prepare_paths(self) -> tuple[kernels.CompactKernel, torch.Tensor]:
+        """What commits of trees launch: the kernel that moves ring entries together, and the table of all rings on the device.
+
+        Made once, outside a capture: the table is copied from the host.
+        """
+        if self._compact is None:
+            table = [
+                (tensor.data_ptr(), tensor.stride(0) * tensor.itemsize, tensor.shape[1], tensor[0, 0, 0].numel() * tensor.itemsize)
+                for layer in self.layers
+                for name, tensor in layer.items()
+                if name != "state"
+            ]
+            self._compact = kernels.CompactKernel(self.device), torch.tensor(table, dtype=torch.int64, device=self.device)
+        return self._compact
 
     def step_fields(self, layer: int) -> dict[str, int]:
         """Fields of the step's parameter struct that name a layer's tensors and weights."""
@@ -451,17 +481,20 @@ class ReplayCache:
             return on_host(slots)
         return on_host(slots, pin_memory=True).to(self.device, non_blocking=True)
 
-    def open(self, layer: int, slots: torch.Tensor, lengths: torch.Tensor | int, pad_slot: int) -> None:
+    def open(self, layer: int, slots: torch.Tensor, lengths: list[int], pad_slot: int, trees: list[list[int]] | None) -> None:
         """Debug mode: note that a layer of these slots runs, and refuse a slot whose last step of it has no commit yet."""
-        if not self.watching:
-            return
-        counts = [lengths] * slots.numel() if isinstance(lengths, int) else lengths.tolist()
-        rows = [(row, slot) for row, (slot, t) in enumerate(zip(slots.tolist(), counts, strict=True)) if 0 <= slot != pad_slot and t > 0]
+        rows = [(row, slot) for row, (slot, t) in enumerate(zip(slots.tolist(), lengths, strict=True)) if 0 <= slot != pad_slot and t > 0]
         for row, slot in rows:
             if layer in self._open.get(slot, ()):
                 raise RuntimeError(f"slot {slot} (row {row}) has run layer {layer} and was not committed; commit it before it runs again")
-        for _, slot in rows:
+        for row, slot in rows:
             self._open.setdefault(slot, set()).add(layer)
+            if trees is not None:
+                self._trees[slot] = trees[row]
+
+    def tree_of(self, slot: int) -> list[int] | None:
+        """Debug mode: parents of the nodes that an open slot has run; None if it has run no tree."""
+        return self._trees.get(slot)
 
     # ---- helpers ------------------------------------------------------------------------------------------------
 

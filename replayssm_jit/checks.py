@@ -47,10 +47,23 @@ def typed(
 
 def vector(name: str, value: object, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A contiguous vector of a given size."""
-    given = typed(name, value, (size,), (dtype,), device)
+    return contiguous(name, value, (size,), dtype, device)
+
+
+def contiguous(name: str, value: object, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A contiguous tensor of a given shape."""
+    given = typed(name, value, shape, (dtype,), device)
     if not given.is_contiguous():
         raise ValueError(f"{name} must be contiguous, got stride {given.stride()}")
     return given
+
+
+def nodes(name: str, value: object, rows: int, most: int, device: torch.device, width: int = 0) -> torch.Tensor:
+    """A contiguous int32 table of nodes of trees: ``width`` a row, or any number from 1 to ``most`` if 0."""
+    given = tensor(name, value)
+    if given.dim() != 2 or not 1 <= given.shape[1] <= most:
+        raise ValueError(f"{name} must have shape [{rows}, nodes] with 1 to {most} nodes a row, got {list(given.shape)}")
+    return contiguous(name, given, (rows, width or given.shape[1]), torch.int32, device)
 
 
 def rows(name: str, count: int) -> None:

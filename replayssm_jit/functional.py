@@ -144,7 +144,7 @@ class _Step:
         layout = self._layouts.get(key)
         if layout is None:
             rows = self._check(given)
-            layout = TokenLayout(self.spec, self.device, inputs, None, rows, 0, given["cu_seqlens"] is not None)
+            layout = TokenLayout(self.spec, self.device, inputs, None, rows, None, given["cu_seqlens"] is not None)
             if len(self._layouts) >= MAX_LAYOUTS:
                 self._layouts.clear()
             self._layouts[key] = layout

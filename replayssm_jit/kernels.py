@@ -19,10 +19,15 @@ from .jit.params import ParamStruct
 from .specs import ReplaySpec
 
 CURSOR_PARAMS = ParamStruct.of(
-    ptr=("slots", "num_tokens", "num_accepted", "positions", "ring_start", "history", "position", "error", "order"),
-    i32=("rows", "tokens", "buffer_len", "ring_len", "pad_slot", "op"),
+    ptr=("slots", "num_tokens", "num_accepted", "accepted", "positions", "ring_start", "history", "position", "error", "order"),
+    i32=("rows", "tokens", "buffer_len", "ring_len", "pad_slot", "op", "width"),
 )
 COMMIT, FLUSH, RESET = range(3)
+
+COMPACT_PARAMS = ParamStruct.of(
+    ptr=("slots", "num_tokens", "num_accepted", "accepted", "ring_start", "history", "rings"),
+    i32=("rows", "tokens", "buffer_len", "ring_len", "pad_slot", "width", "num_rings", "threads"),
+)
 
 STATE_PARAMS = ParamStruct.of(
     ptr=("state", "tensor", "slots"),
@@ -76,6 +81,21 @@ class CursorKernel:
         self._kernel.launch(ctypes.addressof(self._buffer), (1, 1, 1), tactics.CURSOR_THREADS, 0, current_stream(self._device))
 
 
+class CompactKernel:
+    """Ring entries of the accepted nodes of trees, moved together before the cursors move."""
+
+    def __init__(self, device: torch.device) -> None:
+        backend = backend_of(device)
+        self._device = device
+        self._kernel = load(ModuleSpec("compact", f"{backend}/compact", backend, COMPACT_PARAMS, ()), device)
+        self._buffer = COMPACT_PARAMS.buffer()
+
+    def launch(self, rows: int, num_rings: int, **values: int) -> None:
+        """Run over ``rows`` rows of every ring that the device's table names."""
+        COMPACT_PARAMS.pack(self._buffer, rows=rows, num_rings=num_rings, threads=torch.get_num_threads(), **values)
+        self._kernel.launch(ctypes.addressof(self._buffer), (num_rings, rows, 1), 128, 0, current_stream(self._device))
+
+
 class StateKernel:
     """Encode a tensor into checkpoints, or decode checkpoints into a tensor."""
 
@@ -94,12 +114,12 @@ class StateKernel:
 
 
 class StepKernel:
-    """Decode, verification and flush of one spec on one device."""
+    """Decode, verification and flush of one spec on one device; ``kind`` "tree": of rows whose tokens are nodes of a tree."""
 
-    def __init__(self, spec: ReplaySpec, device: torch.device) -> None:
+    def __init__(self, spec: ReplaySpec, device: torch.device, kind: str = "step") -> None:
         backend = backend_of(device)
         self.spec, self.params, self._device = spec, spec.step_params, device
-        self._kernel = load(spec.module("step", backend), device)
+        self._kernel = load(spec.module(kind, backend), device)
         self._backend = backend
         self.plan(rows=1)  # a shape that does not fit the device is refused here, not at the first batch
 

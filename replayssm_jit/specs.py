@@ -272,7 +272,7 @@ class ReplaySpec:
                 *self.cache_tensors,
                 *tokens,
                 *(w.name for w in self.weights),
-                *("slots", "order", "num_tokens", "cu_seqlens", "ring_start", "history"),
+                *("slots", "order", "num_tokens", "cu_seqlens", "parents", "ring_start", "history"),
             ),
             i64=(
                 *(f"{name}_slot" for name in self.cache_tensors),
@@ -299,8 +299,9 @@ class ReplaySpec:
 
         Parameters
         ----------
-        kind : {"step", "standard"}
-            ``step`` is decode, verification and flush; ``standard`` the recurrence that rewrites its state every token.
+        kind : {"step", "tree", "standard"}
+            ``step`` is decode, verification and flush; ``tree`` the same where a row's new tokens are nodes of a tree;
+            ``standard`` the recurrence that rewrites its state every token.
         backend : {"cuda", "cpu"}
             Where it runs.
 
@@ -316,11 +317,12 @@ class ReplaySpec:
             params = self.standard_params
         else:
             params = self.step_params
+            constants["tree"] = kind == "tree"
             if backend == "cuda":
                 constants |= tactics.constants(self)
         return ModuleSpec(
             name=self.module_name(kind),
-            template=f"{backend}/{self.family}_{kind}",
+            template=f"{backend}/{self.family}_{'standard' if kind == 'standard' else 'step'}",
             backend=backend,
             params=params,
             constants=tuple(sorted(constants.items())),
@@ -328,7 +330,7 @@ class ReplaySpec:
 
     def module_name(self, kind: str) -> str:
         """Name of a module for humans: family, kind, shape, precision."""
-        ring = f"_l{self.buffer_len}_t{self.max_tokens}" if kind == "step" else ""
+        ring = f"_l{self.buffer_len}_t{self.max_tokens}" if kind != "standard" else ""
         ratio = self.heads // self.groups_
         return f"{self.family}_{kind}_p{self.head_dim}_n{self.state_dim}_g{ratio}{ring}_{DTYPE_NAMES[self.dtype]}_{self.state_format}"
 

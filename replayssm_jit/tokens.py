@@ -38,7 +38,7 @@ class TokenLayout:
     out : torch.Tensor, optional
         Output; a contiguous one is assumed when absent.
     rows, tokens : int
-        Rows of the batch; tokens each must bring (0: any number).
+        Rows of the batch; tokens each must bring, or when packed may bring together (None: any number).
     packed : bool
         Whether the inputs are packed.
 
@@ -70,7 +70,7 @@ class TokenLayout:
         tensors: Mapping[str, torch.Tensor | None],
         out: torch.Tensor | None,
         rows: int,
-        tokens: int,
+        tokens: int | None,
         packed: bool,
     ) -> None:
         declared = {item.name: item for item in spec.inputs}
@@ -116,19 +116,21 @@ def _check_names(spec: ReplaySpec, declared: Mapping[str, Input], given: set[str
         raise TypeError(f"missing argument {min(missing)!r}; {spec.family} needs {sorted(needed)}")
 
 
-def _leading(spec: ReplaySpec, value: object, rows: int, tokens: int, packed: bool) -> tuple[int, ...]:
+def _leading(spec: ReplaySpec, value: object, rows: int, tokens: int | None, packed: bool) -> tuple[int, ...]:
     """Leading dimensions that every input must have, taken from the first: (rows, T), or (tokens,) when packed."""
     name = spec.inputs[0].name
     shape = list(checks.tensor(name, value).shape)
     if packed:
         if len(shape) != 3:
             raise ValueError(f"{name} must have 3 dimensions [tokens, outer, inner], got shape {shape}")
+        if tokens is not None and shape[0] > tokens:
+            raise ValueError(f"{name} must have at most the {tokens} tokens that the plan has parents for, got shape {shape}")
         return (shape[0],)
     if len(shape) != 4:
         raise ValueError(f"{name} must have 4 dimensions [rows, T, outer, inner], got shape {shape}")
     if shape[0] != rows:
         raise ValueError(f"{name} must have the plan's {rows} rows, got shape {shape}")
-    if tokens and shape[1] != tokens:
+    if tokens is not None and shape[1] != tokens:
         raise ValueError(f"{name} must have the plan's {tokens} tokens a row, got shape {shape}")
     if not 1 <= shape[1] <= spec.max_tokens:
         raise ValueError(f"{name} must have 1 to max_tokens={spec.max_tokens} tokens a row, got shape {shape}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -49,7 +50,8 @@ class ReplayWrapper:
         elif max_rows is not None:
             raise ValueError("max_rows belongs to use_cuda_graph=True")
         self.cache, self.spec, self.pad_slot = cache, cache.spec, pad_slot
-        self._step = StepKernel(self.spec, cache.device)
+        self._steps = {"step": StepKernel(self.spec, cache.device)}  # "tree" joins them with the first plan that has parents
+        params = self._steps["step"].params
         self._frozen = _FrozenBuffers(cache, max_rows, pad_slot) if max_rows is not None else None
         self._rows = 0
         # In which order the blocks of a step take its rows; a commit leaves those first that the next step will flush, since they
@@ -57,12 +59,19 @@ class ReplayWrapper:
         self._order: torch.Tensor | None = None
         self._plan_fields: dict[str, int] = {}
         self._layouts: dict[tuple[Any, ...], TokenLayout] = {}
-        self._layers = {layer: StepArguments(self._step.params, self.spec) for layer in range(len(cache.layers))}
+        self._layers = {layer: StepArguments(params, self.spec) for layer in range(len(cache.layers))}
         logging.attach(self, ("plan", "run", "commit"))
 
     # ---- plan ---------------------------------------------------------------------------------------------------
 
-    def plan(self, slots: Slots, num_tokens: int | torch.Tensor = 1, *, cu_seqlens: torch.Tensor | None = None) -> None:
+    def plan(
+        self,
+        slots: Slots,
+        num_tokens: int | torch.Tensor = 1,
+        *,
+        cu_seqlens: torch.Tensor | None = None,
+        parents: torch.Tensor | None = None,
+    ) -> None:
         """Fix the batch of the steps to come. Host work only; no device value is read, never inside a capture.
 
         Parameters
@@ -77,6 +86,10 @@ class ReplayWrapper:
         cu_seqlens : torch.Tensor, optional
             int32 ``[rows + 1]``: inputs are packed, ``[tokens, heads, dim]``, and row r owns tokens
             ``cu_seqlens[r] : cu_seqlens[r + 1]``. Takes the place of ``num_tokens``.
+        parents : torch.Tensor, optional
+            int32 ``[rows, T]`` (packed: ``[tokens]``): each row's tokens are nodes of a tree of drafts, and node t follows node
+            ``parents[r, t]`` of its row, less than t; -1 is the last committed token, and more than one node may follow it. What is
+            no such node counts as -1; entries past a row's length are not read. Absent: node t follows node t - 1.
 
         Raises
         ------
@@ -96,23 +109,31 @@ class ReplayWrapper:
             lengths = checks.vector("num_tokens", num_tokens, rows, torch.int32, cache.device)
         else:
             fixed = self._fixed_tokens(num_tokens)
+        if parents is not None:
+            self._check_parents(parents, rows, fixed, cu_seqlens is not None)
         if cache.watching:
             self._check_lengths(given, lengths, cu_seqlens)
+            if parents is not None:
+                self._check_trees(given, _row_values(parents, _counts(rows, fixed, lengths, cu_seqlens), cu_seqlens))
+        step = self._step_kernel("step" if parents is None else "tree")
         if self._frozen is None:
             index = cache.to_device(given)
         else:
-            index, lengths, cu_seqlens = self._frozen.update(given, fixed, lengths, cu_seqlens)
+            index, lengths, cu_seqlens, parents = self._frozen.update(given, fixed, lengths, cu_seqlens, parents)
             rows = index.numel()
-        fields, self._launch = self._step.plan(rows)
+        fields, self._launch = step.plan(rows)
         if self._order is None or self._order.numel() != rows:
-            self._order = torch.arange(rows, dtype=torch.int32, device=cache.device) if self._step.ordered(rows) else None
-        self._slots, self._lengths, self._cu_seqlens = index, lengths, cu_seqlens
+            self._order = torch.arange(rows, dtype=torch.int32, device=cache.device) if step.ordered(rows) else None
+        self._slots, self._lengths, self._cu_seqlens, self._parents = index, lengths, cu_seqlens, parents
         self._rows, self._tokens, self._packed = rows, fixed, cu_seqlens is not None
+        # What inputs must bring: tokens a row, or when packed at most so many in all; None: any number.
+        self._width = parents.shape[-1] if parents is not None else fixed or None
         self._plan_fields = {
             **fields,
             "slots": index.data_ptr(),
             "num_tokens": 0 if lengths is None else lengths.data_ptr(),
             "cu_seqlens": 0 if cu_seqlens is None else cu_seqlens.data_ptr(),
+            "parents": 0 if parents is None else parents.data_ptr(),
             "pad_slot": self.pad_slot,
             "order": 0 if self._order is None else self._order.data_ptr(),
         }
@@ -124,13 +145,14 @@ class ReplayWrapper:
         return self._slots
 
     @property
-    def planned(self) -> dict[str, torch.Tensor | int] | None:
+    def planned(self) -> dict[str, torch.Tensor | int | None] | None:
         """Arguments of the plan that stands; None before the first."""
         if not self._rows:
             return None
         if self._cu_seqlens is not None:
-            return {"slots": self._slots, "cu_seqlens": self._cu_seqlens}
-        return {"slots": self._slots, "num_tokens": self._tokens if self._lengths is None else self._lengths}
+            return {"slots": self._slots, "cu_seqlens": self._cu_seqlens, "parents": self._parents}
+        lengths = self._tokens if self._lengths is None else self._lengths
+        return {"slots": self._slots, "num_tokens": lengths, "parents": self._parents}
 
     # ---- run ----------------------------------------------------------------------------------------------------
 
@@ -168,15 +190,19 @@ class ReplayWrapper:
             self._bind(bound, layer, given, tensors, out)
         if out is None:
             out = torch.empty(bound.out_shape, dtype=self.spec.dtype, device=cache.device)
-        if cache.debug:
-            cache.open(layer, self._slots, self._row_lengths(), self.pad_slot)
+        if cache.debug and cache.watching:
+            lengths = _counts(self._rows, self._tokens, self._lengths, self._cu_seqlens)
+            trees = None if self._parents is None else _row_values(self._parents, lengths, self._cu_seqlens)
+            cache.open(layer, self._slots, lengths, self.pad_slot, trees)
         bound.point(tensors, out)
         self._launch(bound.address)
         return out
 
     # ---- commit -------------------------------------------------------------------------------------------------
 
-    def commit(self, slots: torch.Tensor, num_tokens: torch.Tensor | int, num_accepted: torch.Tensor) -> None:
+    def commit(
+        self, slots: torch.Tensor, num_tokens: torch.Tensor | int, num_accepted: torch.Tensor, *, accepted: torch.Tensor | None = None
+    ) -> None:
         """Close a step: accepted tokens join the history, the others are overwritten later.
 
         All arguments are those of the step that ran, so an engine that schedules ahead may commit at the start of the next one.
@@ -190,11 +216,17 @@ class ReplayWrapper:
         num_accepted : torch.Tensor
             int32 ``[rows]``: how many of them are kept (1 + accepted drafts); 0 aborts the row's step. A count above
             ``num_tokens`` is taken as 0 and reported by :meth:`ReplayCache.check`.
+        accepted : torch.Tensor, optional
+            int32 ``[rows, nodes]``, of a tree: the accepted path, ``num_accepted`` nodes of the row from a root on. Their ring
+            entries move together, in all layers. Nodes that do not increase, or that the row did not bring, are no path: the row
+            keeps none, which :meth:`ReplayCache.check` reports. That each follows the one before is checked in debug mode only.
+            Absent: the first ``num_accepted`` nodes.
 
         Raises
         ------
         ValueError, TypeError
-            An argument has the wrong shape, dtype, device or range; in debug mode a count is out of range.
+            An argument has the wrong shape, dtype, device or range; in debug mode a count is out of range, or a path none of the
+            row's tree.
         """
         index = self.cache.check_slots(checks.tensor("slots", slots), pad_slot=self.pad_slot)
         assert isinstance(index, torch.Tensor)
@@ -203,10 +235,13 @@ class ReplayWrapper:
         else:
             self._fixed_tokens(num_tokens)
         checks.vector("num_accepted", num_accepted, len(index), torch.int32, self.cache.device)
+        if accepted is not None:
+            checks.nodes("accepted", accepted, len(index), self.spec.max_tokens, self.cache.device)
         if self.cache.watching:
             self._check_counts("num_accepted", index, num_accepted, num_tokens)
+            self._check_paths(index, num_tokens, num_accepted, accepted)
         order = self._order if self._order is not None and self._order.numel() == index.numel() else None
-        self.cache.commit(index, num_tokens, num_accepted, self.pad_slot, order)
+        self.cache.commit(index, num_tokens, num_accepted, accepted, self.pad_slot, order)
 
     # ---- helpers ------------------------------------------------------------------------------------------------
 
@@ -216,6 +251,51 @@ class ReplayWrapper:
 
     def _fixed_tokens(self, num_tokens: int) -> int:
         return checks.plain_int("num_tokens (or an int32 tensor)", num_tokens, 1, self.spec.max_tokens)
+
+    def _step_kernel(self, kind: str) -> StepKernel:
+        if kind not in self._steps:
+            self._steps[kind] = StepKernel(self.spec, self.cache.device, kind)
+            self.cache.prepare_paths()  # not in a capture
+        return self._steps[kind]
+
+    def _check_parents(self, parents: object, rows: int, fixed: int, packed: bool) -> None:
+        if packed:
+            checks.vector("parents", parents, checks.tensor("parents", parents).numel(), torch.int32, self.cache.device)
+        else:
+            checks.nodes("parents", parents, rows, self.spec.max_tokens, self.cache.device, width=fixed)
+
+    def _check_trees(self, slots: torch.Tensor | list[int], trees: list[list[int]]) -> None:
+        """Debug mode: every node follows an earlier one, or none."""
+        for row, slot, tree in self._live(slots, trees):
+            for t, parent in enumerate(tree):
+                if not -1 <= parent < t:
+                    raise ValueError(f"parents of row {row} (slot {slot}) must be from -1 to {t - 1} for node {t}, got {parent}")
+
+    def _check_paths(
+        self, slots: torch.Tensor, num_tokens: torch.Tensor | int, num_accepted: torch.Tensor, accepted: torch.Tensor | None
+    ) -> None:
+        """Debug mode: what is accepted is a path of the tree that the slot has run."""
+        counts = num_accepted.tolist()
+        limits = [num_tokens] * len(counts) if isinstance(num_tokens, int) else num_tokens.tolist()
+        paths = [list(range(count)) for count in counts] if accepted is None else accepted.tolist()
+        for row, slot, (count, limit, path) in self._live(slots, list(zip(counts, limits, paths, strict=True))):
+            where = f"accepted[{row}] (slot {slot})"
+            if count > len(path):
+                raise ValueError(f"{where} must have num_accepted={count} nodes, got {len(path)}")
+            tree, last = self.cache.tree_of(slot), -1
+            limit = limit if tree is None else min(limit, len(tree))
+            for node in path[:count]:
+                if not last < node < limit:
+                    raise ValueError(f"{where} must rise from node to node below {limit}, got {path[:count]}")
+                if tree is not None and tree[node] != last:
+                    raise ValueError(f"{where} must be a path of the row's tree, but node {node} follows {tree[node]}, got {path[:count]}")
+                last = node
+
+    def _live(self, slots: torch.Tensor | list[int], values: list[Any]) -> Iterator[tuple[int, int, Any]]:
+        """Row, slot and value of the rows that are no padding."""
+        for row, (slot, value) in enumerate(zip(slots.tolist() if isinstance(slots, torch.Tensor) else slots, values, strict=True)):
+            if 0 <= slot != self.pad_slot:
+                yield row, slot, value
 
     def _check_lengths(self, slots: torch.Tensor | list[int], lengths: torch.Tensor | None, cu_seqlens: torch.Tensor | None) -> None:
         """Debug mode: row lengths, which only the device knows, are in range."""
@@ -229,15 +309,9 @@ class ReplayWrapper:
     def _check_counts(self, name: str, slots: torch.Tensor | list[int], counts: torch.Tensor, most: torch.Tensor | int) -> None:
         """Debug mode: counts on the device are from 0 to each row's most, but for padding, whose counts nobody reads."""
         limits = [most] * len(slots) if isinstance(most, int) else most.tolist()
-        rows = zip(slots.tolist() if isinstance(slots, torch.Tensor) else slots, counts.tolist(), limits, strict=True)
-        for row, (slot, count, limit) in enumerate(rows):
-            if 0 <= slot != self.pad_slot and not 0 <= count <= limit:
+        for row, slot, (count, limit) in self._live(slots, list(zip(counts.tolist(), limits, strict=True))):
+            if not 0 <= count <= limit:
                 raise ValueError(f"{name}[{row}] (slot {slot}) must be from 0 to {limit}, got {count}")
-
-    def _row_lengths(self) -> torch.Tensor | int:
-        if self._cu_seqlens is not None:
-            return self._cu_seqlens.diff()
-        return self._tokens if self._lengths is None else self._lengths
 
     def _bind(
         self,
@@ -249,10 +323,10 @@ class ReplayWrapper:
     ) -> None:
         """Validate a layer's arguments, once a signature, and write everything that it and the plan decide."""
         self._check_planned()
-        key = (self._rows, self._tokens, self._packed, *(given or ()))
+        key = (self._rows, self._width, self._packed, *(given or ()))
         layout = self._layouts.get(key) if given is not None else None
         if layout is None:
-            layout = TokenLayout(self.spec, self.cache.device, tensors, out, self._rows, self._tokens, self._packed)
+            layout = TokenLayout(self.spec, self.cache.device, tensors, out, self._rows, self._width, self._packed)
             if len(self._layouts) >= MAX_LAYOUTS:
                 self._layouts.clear()
             self._layouts[key] = layout
@@ -263,19 +337,41 @@ class ReplayWrapper:
         bound.stamp(self._plan_fields, given, layout)
 
 
+def _counts(rows: int, fixed: int, lengths: torch.Tensor | None, cu_seqlens: torch.Tensor | None) -> list[int]:
+    """Debug mode: tokens of every row."""
+    if cu_seqlens is not None:
+        lengths = cu_seqlens.diff()
+    return [fixed] * rows if lengths is None else lengths.tolist()
+
+
+def _row_values(nodes: torch.Tensor, counts: list[int], cu_seqlens: torch.Tensor | None) -> list[list[int]]:
+    """Debug mode: every row's part of a tensor of nodes, padded or packed."""
+    values = nodes.tolist()
+    if cu_seqlens is None:
+        return [row[:count] for row, count in zip(values, counts, strict=True)]
+    return [values[start : start + count] for start, count in zip(cu_seqlens.tolist(), counts, strict=False)]
+
+
 class _FrozenBuffers:
-    """Slots and row lengths at fixed addresses for CUDA graphs."""
+    """Slots, row lengths and trees at fixed addresses for CUDA graphs."""
 
     def __init__(self, cache: ReplayCache, max_rows: int, pad_slot: int) -> None:
         self._cache, self._max_rows, self._padding = cache, max_rows, min(pad_slot, -1)
         self._slots = torch.full((max_rows,), self._padding, dtype=torch.int32, device=cache.device)
         self._lengths = torch.zeros(max_rows, dtype=torch.int32, device=cache.device)
         self._cu_seqlens = torch.zeros(max_rows + 1, dtype=torch.int32, device=cache.device)
+        self._parents = torch.full((max_rows * cache.spec.max_tokens,), -1, dtype=torch.int32, device=cache.device)
         self._mode: tuple[str, int] | None = None
+        self._nodes = 0  # a row, -1 when packed, 0 without trees
 
     def update(
-        self, slots: torch.Tensor | list[int], tokens: int, lengths: torch.Tensor | None, cu_seqlens: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        self,
+        slots: torch.Tensor | list[int],
+        tokens: int,
+        lengths: torch.Tensor | None,
+        cu_seqlens: torch.Tensor | None,
+        parents: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         """Copy a batch into the buffers, in stream order; rows that it does not have become padding."""
         rows, most = len(slots), self._max_rows
         if rows > most:
@@ -283,7 +379,12 @@ class _FrozenBuffers:
         mode = ("cu_seqlens", 0) if cu_seqlens is not None else ("num_tokens tensor", 0) if lengths is not None else ("num_tokens", tokens)
         if self._mode not in (None, mode):
             raise ValueError(f"num_tokens was frozen as {self._mode} by the first plan, got {mode}")
-        self._mode = mode
+        nodes = 0 if parents is None else -1 if cu_seqlens is not None else parents.shape[1]
+        if self._mode is not None and nodes != self._nodes:
+            raise ValueError(f"parents were frozen with {self._nodes} nodes a row (0: none, -1: packed) by the first plan, got {nodes}")
+        if parents is not None and parents.numel() > self._parents.numel():
+            raise ValueError(f"parents must have at most {self._parents.numel()} nodes, got {parents.numel()}")
+        self._mode, self._nodes = mode, nodes
         if isinstance(slots, list):
             padded = slots + [self._padding] * (most - rows)
             self._slots.copy_(on_host(padded, pin_memory=True), non_blocking=True)
@@ -301,4 +402,7 @@ class _FrozenBuffers:
             if rows < most:
                 self._cu_seqlens[rows + 1 :].copy_(cu_seqlens[-1:].expand(most - rows), non_blocking=True)
             cu_seqlens = self._cu_seqlens
-        return self._slots, lengths, cu_seqlens
+        if parents is not None:
+            self._parents[: parents.numel()].copy_(parents.flatten(), non_blocking=True)
+            parents = self._parents if nodes < 0 else self._parents[: most * nodes].view(most, nodes)
+        return self._slots, lengths, cu_seqlens, parents

@@ -200,6 +200,13 @@ def with_ring(spec, inputs, weights, state, tip) -> tuple[torch.Tensor, torch.Te
     return state, us
 
 
+def path_to(tree: list[int] | None, node: int) -> list[int]:
+    """Nodes from a root to ``node``; without a tree every token follows the one before."""
+    if tree is None:
+        return list(range(node + 1))
+    return [*path_to(tree, tree[node]), node] if node >= 0 else []
+
+
 # ---- laying inputs out ----------------------------------------------------------------------------------------------
 
 
@@ -234,6 +241,14 @@ def projection_views(shift: int = 0):
 
 
 # ---- the model ------------------------------------------------------------------------------------------------------
+
+
+def kept_nodes(accepted: int | list[int], tokens: int) -> list[int]:
+    """Which of a row's tokens a count or a path keeps; what is impossible keeps none."""
+    if isinstance(accepted, int):
+        return list(range(accepted)) if 0 <= accepted <= tokens else []
+    rising = all(a < b for a, b in itertools.pairwise([-1, *accepted, tokens]))
+    return accepted if rising else []
 
 
 @dataclass
@@ -390,12 +405,13 @@ class Harness:
     def step(
         self,
         rows: list[tuple[int, int]],
-        accepted: list[int] | None = None,
+        accepted: list[int] | list[list[int]] | None = None,
         *,
         mode: str = "fixed",
         width: int | None = None,
         commit: bool = True,
         plan: bool = True,
+        trees: list[list[int]] | None = None,
     ) -> list[torch.Tensor]:
         """Plan, run every layer, judge, commit.
 
@@ -403,8 +419,8 @@ class Harness:
         ----------
         rows : list of (slot, T)
             One per batch row.
-        accepted : list of int, optional
-            Per row; random when absent.
+        accepted : list of int or list of list of int, optional
+            Per row a count, or a path of its tree; random when absent.
         mode : {"fixed", "padded", "packed"}
             Equal lengths as an int; lengths as a tensor with padded inputs; or ``cu_seqlens``.
         width : int, optional
@@ -413,6 +429,8 @@ class Harness:
             Commit at once; otherwise the arguments of :meth:`commit` are left in ``pending``.
         plan : bool
             Plan; otherwise the plan of an earlier step with the same rows and mode stands.
+        trees : list of list of int, optional
+            Per row the parents of its tokens.
 
         Returns
         -------
@@ -421,25 +439,25 @@ class Harness:
         """
         lengths = [t for _, t in rows]
         if accepted is None:
-            accepted = [self.randint(0, t) for t in lengths]
+            accepted = [self.randint(0, t) for t in lengths] if trees is None else [self.random_path(tree) for tree in trees]
         fresh = [self.make_inputs(sum(lengths)) for _ in range(self.num_layers)]
-        outputs = self.run(rows, fresh, mode=mode, width=width, plan=plan)
+        outputs = self.run(rows, fresh, mode=mode, width=width, plan=plan, trees=trees)
         if commit:
             self.commit(rows, accepted, fresh)
         else:
             self.pending = (rows, accepted, fresh)
         return outputs
 
-    def run(self, rows, fresh, *, mode="fixed", width=None, plan=True):
+    def run(self, rows, fresh, *, mode="fixed", width=None, plan=True, trees=None):
         """Plan and run every layer on the given inputs (packed, one dictionary a layer), and judge everything but cursors."""
         spec, lengths = self.spec, [t for _, t in rows]
         starts = [sum(lengths[:i]) for i in range(len(rows) + 1)]
+        width = max([*lengths, 1]) if width is None else width
         if plan:
-            self.plan(rows, mode)
+            self.plan(rows, mode, width, trees)
         self.poison()
         before = [{name: t.clone() for name, t in layer.items()} for layer in self.cache.layers]
         outputs = []
-        width = max([*lengths, 1]) if width is None else width
         for layer in range(self.num_layers):
             inputs = fresh[layer]
             if mode != "packed":
@@ -464,25 +482,41 @@ class Harness:
                     assert not bits(got).any(), f"padding row {r}: output is not zero"
                 elif t:
                     tokens = {k: v[starts[r] : starts[r + 1]] for k, v in fresh[layer].items()}
-                    self.judge_output(got, slot, layer, tokens)
-        self.judge_cache(rows, fresh, before)
+                    self.judge_output(got, slot, layer, tokens, None if trees is None else trees[r])
+        self.judge_cache(rows, fresh, before, trees)
         for slot, t in rows:
             if self.live(slot) and t:
                 self.slots[slot].uncommitted = t
         return outputs
 
-    def plan(self, rows, mode: str) -> None:
+    def plan(self, rows, mode: str, width: int = 1, trees: list[list[int]] | None = None) -> None:
         self.planned = (rows, mode)
         slots = torch.tensor([s for s, _ in rows], dtype=torch.int32, device=self.device)
         lengths = torch.tensor([t for _, t in rows], dtype=torch.int32)
+        parents = None if trees is None else self.parents(trees, mode, width)
         if mode == "fixed":
             assert len(set(lengths.tolist())) == 1
-            self.wrapper.plan(slots, rows[0][1])
+            self.wrapper.plan(slots, rows[0][1], parents=parents)
         elif mode == "padded":
-            self.wrapper.plan(slots, lengths.to(self.device))
+            self.wrapper.plan(slots, lengths.to(self.device), parents=parents)
         else:
             offsets = torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0, dtype=torch.int32)])
-            self.wrapper.plan(slots, cu_seqlens=offsets.to(self.device))
+            self.wrapper.plan(slots, cu_seqlens=offsets.to(self.device), parents=parents)
+
+    def parents(self, trees: list[list[int]], mode: str, width: int) -> torch.Tensor:
+        """The trees of all rows as ``plan`` takes them; what lies past a row's nodes is nobody's."""
+        if mode == "packed":
+            values = [parent for tree in trees for parent in tree]
+        else:
+            values = [tree + [2**30] * (width - len(tree)) for tree in trees]
+        return torch.tensor(values, dtype=torch.int32, device=self.device)
+
+    def random_tree(self, nodes: int) -> list[int]:
+        return [self.randint(-1, t - 1) for t in range(nodes)]
+
+    def random_path(self, tree: list[int]) -> list[int]:
+        """From a root to some node, or nothing."""
+        return path_to(tree, self.randint(-1, len(tree) - 1))
 
     def _pad(self, packed: torch.Tensor, starts: list[int], width: int) -> torch.Tensor:
         """``[tokens, ...]`` to ``[rows, width, ...]``, NaN past a row's length."""
@@ -491,18 +525,37 @@ class Harness:
             out[r, : starts[r + 1] - starts[r]] = packed[starts[r] : starts[r + 1]]
         return out
 
-    def commit(self, rows, accepted: list[int], fresh) -> None:
-        """Commit on the device and in the model; counts above a row's length (or negative) are taken as zero."""
+    def commit(self, rows, accepted: list[int] | list[list[int]], fresh) -> None:
+        """Commit on the device and in the model; counts above a row's length (or negative) and what is no path are taken as zero."""
         counts = {"device": self.device, "dtype": torch.int32}
-        slots = torch.tensor([s for s, _ in rows], **counts)
-        self.wrapper.commit(slots, torch.tensor([t for _, t in rows], **counts), torch.tensor(accepted, **counts))
+        slots, lengths = torch.tensor([s for s, _ in rows], **counts), torch.tensor([t for _, t in rows], **counts)
+        if isinstance(accepted[0], int):
+            self.wrapper.commit(slots, lengths, torch.tensor(accepted, **counts))
+        else:
+            width = max(1, *map(len, accepted))
+            paths = torch.tensor([path + [2**30] * (width - len(path)) for path in accepted], **counts)
+            before = [{name: t.clone() for name, t in layer.items()} for layer in self.cache.layers]
+            self.wrapper.commit(slots, lengths, torch.tensor([len(path) for path in accepted], **counts), accepted=paths)
+            self.judge_moves(rows, accepted, before)
         self.commit_model(rows, accepted, fresh)
         self.judge_cursors()
+
+    def judge_moves(self, rows, accepted, before) -> None:
+        """Ring entries of every accepted path lie together, bit for bit, and nothing else has changed."""
+        for was, now in zip(before, self.cache.layers, strict=True):
+            for (slot, t), path in zip(rows, accepted, strict=True):
+                model = self.slots[slot]
+                first = model.ring_start + model.history
+                for to, node in enumerate(kept_nodes(path, t) if self.live(slot) else []):
+                    for name, tensor in was.items():
+                        if name != "state":
+                            tensor[slot][:, (first + to) % self.spec.ring_len] = tensor[slot][:, (first + node) % self.spec.ring_len]
+            assert all(same_bits(was[name], now[name]) for name in was)
 
     def commit_model(self, rows, accepted, fresh) -> None:
         start = 0
         for (slot, t), a in zip(rows, accepted, strict=True):
-            a = a if 0 <= a <= t else 0
+            nodes = kept_nodes(a, t)
             if self.live(slot):
                 model = self.slots[slot]
                 if t:
@@ -511,12 +564,12 @@ class Harness:
                 if self.flushes(slot, t):
                     self._fold(model)
                 for layer in range(self.num_layers):
-                    kept = {k: v[start : start + a] for k, v in fresh[layer].items()}
+                    kept = {k: v[[start + node for node in nodes]] for k, v in fresh[layer].items()}
                     model.inputs[layer] = {k: torch.cat([v, kept[k]]) for k, v in model.inputs[layer].items()}
-                    if a:
+                    if nodes:
                         model.read_tip[layer], _ = with_ring(self.spec, kept, self.weights[layer], model.read_tip[layer], seen[layer])
                         model.tip[layer] = recurrence(self.spec, kept, self.weights[layer], model.tip[layer])[1]
-                model.history += a
+                model.history += len(nodes)
             start += t
 
     def flushes(self, slot: int, t: int) -> bool:
@@ -539,13 +592,14 @@ class Harness:
                 if name.startswith("ring_"):
                     tensor.masked_fill_(dead[:, None, :, None] if tensor.dim() == 4 else dead[:, None], math.nan)
 
-    def judge_output(self, got, slot: int, layer: int, tokens) -> None:
-        """Outputs of a row against the recurrence continued from what the step reads."""
+    def judge_output(self, got, slot: int, layer: int, tokens, tree: list[int] | None = None) -> None:
+        """Outputs of a row against the recurrence continued from what the step reads; of a tree, path by path."""
         spec, state = self.spec, self.slots[slot].read_tip[layer]
         wanted, states = [], []
         for t in range(got.shape[0]):
-            y, state = recurrence(spec, {k: v[t : t + 1] for k, v in tokens.items()}, self.weights[layer], state)
-            wanted.append(y[0])
+            path, start = ([t], state) if tree is None else (path_to(tree, t), self.slots[slot].read_tip[layer])
+            y, state = recurrence(spec, {k: v[path] for k, v in tokens.items()}, self.weights[layer], start)
+            wanted.append(y[-1])
             states.append(state.norm(dim=(1, 2)))
         where = f"slot {slot}, layer {layer}, history {self.slots[slot].history}, {got.shape[0]} tokens: output"
         self._judge_rounded(where, got.double().cpu(), torch.stack(wanted), torch.stack(states) * query_size(spec, tokens))
@@ -589,13 +643,13 @@ class Harness:
         want = [[getattr(s, name) for s in self.slots] for name in ("ring_start", "history", "position")]
         assert got == want
 
-    def judge_cache(self, rows, fresh, before) -> None:
+    def judge_cache(self, rows, fresh, before, trees=None) -> None:
         """After the runs of a step, before its commit: what was written is right, and nothing else was."""
         spec, cpu = self.spec, torch.device("cpu")
         written = torch.zeros(self.num_slots, spec.ring_len, dtype=torch.bool)
         flushed = set()
         start = 0
-        for slot, t in rows:
+        for row, (slot, t) in enumerate(rows):
             if self.live(slot):
                 model = self.slots[slot]
                 places = [(model.ring_start + model.history + i) % spec.ring_len for i in range(t)]
@@ -615,7 +669,11 @@ class Harness:
                             assert torch.allclose(got.double(), want.double(), rtol=tolerance, atol=floor), f"slot {slot}: ring_{name}"
                     if spec.family != "mamba2" and t:
                         tip = model.read_tip[layer]
-                        _, want = with_ring(spec, tokens, self.weights[layer], tip, tip)
+                        if trees is None:
+                            _, want = with_ring(spec, tokens, self.weights[layer], tip, tip)
+                        else:
+                            paths = [{k: v[path_to(trees[row], node)] for k, v in tokens.items()} for node in range(t)]
+                            want = torch.stack([with_ring(spec, path, self.weights[layer], tip, tip)[1][-1] for path in paths])
                         got = self.cache.layers[layer]["ring_u"][slot][:, places].to(cpu).transpose(0, 1)
                         terms = tokens["v"].double().norm(dim=-1)
                         self._judge_rounded(f"slot {slot}, layer {layer}: ring_u", got.double(), want, terms)

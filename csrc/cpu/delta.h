@@ -53,6 +53,7 @@ static void solve_tokens(const Params* p, const Row& row, int head, const Window
         }
       }
       for (int j = 0; j < t; j++) {
+        if (!row.sees(t, row.history + j)) continue;
         const vf wu = splat(u_weight[row.history + j]), wy = splat(y_weight[row.history + j]);
         UNROLL for (int i = 0; i < WIDE; i++) {
           const vf uj = load(fresh + (j * WIDE + i) * VW);

@@ -1,4 +1,4 @@
-// What a row brings to a step, and where its ring entries lie. Needs Params and the constants RING_LEN, BUFFER_LEN, MAX_TOKENS.
+// What a row brings to a step, and where its ring entries lie. Needs Params and the constants RING_LEN, BUFFER_LEN, MAX_TOKENS, TREE.
 
 struct Row {
   long long slot;   // negative: padding
@@ -9,6 +9,13 @@ struct Row {
   int seen;  // history and the step's own tokens
   bool flush;
   int place[WINDOW];  // where entry j lies in the ring, history first
+  unsigned path[TREE ? MAX_TOKENS : 1];  // of a tree: bit j for new token j on the way from a root to token t, t included
+
+  // Whether new token t sees entry j, at most its own: the history, and what lies on its path.
+  INLINE bool sees(int t, int j) const { return !TREE || j < history || path[t] >> (j - history) & 1; }
+
+  // Whether new token t comes right after t - 1, so that sums over the path of t - 1 go on.
+  INLINE bool follows(int t) const { return !TREE || t == 0 || path[t] >> (t - 1) & 1; }
 };
 
 static Row read_row(const Params* p, long long r) {
@@ -38,6 +45,10 @@ static Row read_row(const Params* p, long long r) {
   }
   row.seen = row.history + row.tokens;
   for (int j = 0; j < row.seen; j++) row.place[j] = row.start + j < RING_LEN ? row.start + j : row.start + j - RING_LEN;
+  if (TREE) {
+    const int* parents = at<const int>(p->parents, cu ? cu[r] : r * p->tokens);
+    for (int t = 0; t < row.tokens; t++) row.path[t] = 1u << t | (parents[t] >= 0 && parents[t] < t ? row.path[parents[t]] : 0u);
+  }
   return row;
 }
 
