@@ -353,11 +353,12 @@ class ReplayCache:
         Raises
         ------
         RuntimeError
-            A commit counted more accepted tokens than its row had brought (or fewer than 0); it was taken as 0.
+            A commit counted more accepted tokens than its row had brought (or fewer than 0), or its nodes were no path; it was
+            taken as 0.
         """
         if int(self.error.item()) & 1:
             self.error.zero_()
-            raise RuntimeError("a commit's num_accepted was negative or above the row's num_tokens; it was counted as 0")
+            raise RuntimeError("a commit's num_accepted was negative or above the row's num_tokens, or accepted no path; it was counted as 0")
 
     # ---- what the wrapper uses ----------------------------------------------------------------------------------
 

@@ -217,7 +217,7 @@ def test_parents_that_are_no_nodes(family, device):
     assert not same_bits(run(-1, 0, 1, 2), want)
 
 
-BAD_PATHS = [[1, 0], [0, 0], [0, 4], [4], [-1, 0], [0, 2**31 - 1], [-(2**31)], [0, 1, 2, 3, 3]]
+BAD_PATHS = [[1, 0], [0, 0], [0, 4], [4], [-1, 0], [0, 2**31 - 1], [-(2**31)], [0, 1, 1, 3]]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -21,8 +21,9 @@ __device__ __forceinline__ float sums_from_newest(const float* ring, const Row& 
   return later;
 }
 
-// Sum of the values of lanes 0 .. lane, for up to MAX_TOKENS lanes.
-__device__ __forceinline__ float prefix_sum(float value, int lane) {
+// Sum of the values of new tokens 0 .. lane, a lane each; of a tree, of those on the lane's path.
+__device__ __forceinline__ float sum_to_token(const Params& p, const Row& row, float value, int lane) {
+  if constexpr (TREE) return over_path(value, load_parent(p, row, lane), [](float a, float b) { return a + b; });
 #pragma unroll
   for (int step = 1; step < MAX_TOKENS; step *= 2) {
     const float other = __shfl_up_sync(~0u, value, step);

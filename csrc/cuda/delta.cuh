@@ -30,10 +30,11 @@ struct FoldFactors {
 };
 
 // Forward substitution in place: `rest` comes as v - ..., leaves as u. Each u goes from the lane that owns it to the quad, which
-// subtracts it from later tokens; `also(source, top, bottom)` sees it too.
-template <int Q, int STEPS, typename Also>
+// subtracts it from those later tokens that see it: `sees(q, i, source)` of the lane's token i of tile q. `also(source, top, bottom)`
+// gets it too.
+template <int Q, int STEPS, typename Sees, typename Also>
 __device__ __forceinline__ void substitute(float (&rest)[Q][4], const float* beta, const float* pairs, int pitch, int count, int lane,
-                                           const Also& also) {
+                                           const Sees& sees, const Also& also) {
 #pragma unroll
   for (int source = 0; source < STEPS; ++source) {
     if (source >= count) break;
@@ -49,7 +50,7 @@ __device__ __forceinline__ void substitute(float (&rest)[Q][4], const float* bet
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int target = q * TILE + lane % 4 * 2 + i;
-        if (target > source && target < count) {
+        if (target > source && target < count && sees(q, i, source)) {
           const float w = pairs[source * pitch + target];
           rest[q][i] = fmaf(-w, top, rest[q][i]), rest[q][2 + i] = fmaf(-w, bottom, rest[q][2 + i]);
         }
@@ -85,19 +86,30 @@ __device__ __forceinline__ void delta_unit(const Params& p, const Row& row, int 
       const int token = min(q * 8 + lane % 4 * 2 + i % 2, row.tokens - 1);
       rest[q][i] = to_float(values[(row.history + token) * VALUE_PITCH + lane / 4 + i / 2 * 8]) - rest[q][i];
     }
+  u32 path[TREE ? TILES : 1][2];
+  if constexpr (TREE) {
+#pragma unroll
+    for (int q = 0; q < TILES; ++q)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) path[q][i] = row.path[min(q * 8 + lane % 4 * 2 + i, row.tokens - 1)];
+  }
+  auto sees = [&](int q, int i, int source) {
+    if constexpr (TREE) return bool(path[q][i] >> source & 1);
+    return true;
+  };
   auto add_to_outputs = [&](int source, float top, float bottom) {
 #pragma unroll
     for (int q = source / 8; q < TILES; ++q)
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int target = q * 8 + lane % 4 * 2 + i;
-        if (target >= source && target < row.tokens) {
+        if (target >= source && target < row.tokens && sees(q, i, source)) {
           const float w = factors.fresh_query[source][target];
           y[q][i] = fmaf(w, top, y[q][i]), y[q][2 + i] = fmaf(w, bottom, y[q][2 + i]);
         }
       }
   };
-  substitute<TILES, MAX_TOKENS>(rest, factors.beta, factors.fresh_key[0], MAX_TOKENS, row.tokens, lane, add_to_outputs);
+  substitute<TILES, MAX_TOKENS>(rest, factors.beta, factors.fresh_key[0], MAX_TOKENS, row.tokens, lane, sees, add_to_outputs);
   Act* out = static_cast<Act*>(p.out) + row.first * p.out_row + head * p.out_outer + slab * 16 + lane / 4;
   Act* ring_u = static_cast<Act*>(p.ring_u) + row.slot * p.ring_u_slot + i64(head) * RING_LEN * P + slab * 16 + lane / 4;
 #pragma unroll
@@ -168,7 +180,8 @@ __device__ __forceinline__ void exact_fold(const Params& p, const Row& row, int 
       u[q][e] = fmaf(-factors.lead[entry], u[q][e], to_float(v[0]));
       u[q][2 + e] = fmaf(-factors.lead[entry], u[q][2 + e], to_float(v[8]));
     }
-  substitute<FOLD_TILES, BUFFER_LEN>(u, factors.beta, factors.pair[0], PAIR_PITCH, row.history, lane, [](int, float, float) {});
+  substitute<FOLD_TILES, BUFFER_LEN>(u, factors.beta, factors.pair[0], PAIR_PITCH, row.history, lane, [](int, int, int) { return true; },
+                                       [](int, float, float) {});
 
   u32 a[FOLD_STEPS][3][4];
 #pragma unroll

@@ -8,11 +8,18 @@ struct Row {
   int start;    // first entry of the history in the ring
   int history;  // committed tokens in the ring
   bool folds;
+  const u32* path;  // in shared memory, of a tree: bit j of path[t] for new token j on the way from a root to token t, t included
 
   // Place in the ring of entry j: the history, then the new tokens.
   __device__ int place(int entry) const {
     int at = start + entry;
     return at < RING_LEN ? at : at - RING_LEN;
+  }
+
+  // Whether new token t sees entry j: the history, and up to itself what lies on its path.
+  __device__ bool sees(int token, int entry) const {
+    if constexpr (TREE) return entry < history || path[token] >> (entry - history) & 1;
+    return entry <= history + token;
   }
 };
 
@@ -32,6 +39,37 @@ __device__ __forceinline__ bool is_folding(const Params& p, int tokens, int hist
 // Which row a block serves: the order that the last commit left, or that of the batch.
 __device__ __forceinline__ int pick_row(const Params& p) { return p.order ? static_cast<const int*>(p.order)[blockIdx.y] : blockIdx.y; }
 
+// Parent of a lane's node in the row's tree, -1 for a root. Lanes without a node count as roots, and so does what names no
+// earlier node.
+__device__ __forceinline__ int load_parent(const Params& p, const Row& row, int lane) {
+  if (lane >= row.tokens) return -1;
+  const int parent = static_cast<const int*>(p.parents)[(p.cu_seqlens ? row.first : row.first * p.tokens) + lane];
+  return parent < lane ? max(parent, -1) : -1;
+}
+
+// Combines the lane's value with those of all nodes on its path, by jumps of 1, 2, 4, ... nodes towards the root.
+template <typename T, typename Combine>
+__device__ __forceinline__ T over_path(T value, int parent, const Combine& combine) {
+#pragma unroll
+  for (int step = 1; step < MAX_TOKENS; step *= 2) {
+    const T other = __shfl_sync(~0u, value, max(parent, 0));
+    const int next = __shfl_sync(~0u, parent, max(parent, 0));
+    if (parent >= 0) value = combine(value, other), parent = next;
+  }
+  return value;
+}
+
+// The paths of all nodes, by the first warp; to be read after a barrier.
+__device__ __forceinline__ const u32* load_paths(const Params& p, const Row& row) {
+  __shared__ u32 path[MAX_TOKENS];
+  const int lane = threadIdx.x;
+  if (lane < 32) {
+    const u32 bits = over_path(1u << lane, load_parent(p, row, lane), [](u32 a, u32 b) { return a | b; });
+    if (lane < row.tokens) path[lane] = bits;
+  }
+  return path;
+}
+
 __device__ __forceinline__ Row load_row(const Params& p, int row) {
   const int* cu_seqlens = static_cast<const int*>(p.cu_seqlens);
   Row r;
@@ -44,6 +82,7 @@ __device__ __forceinline__ Row load_row(const Params& p, int row) {
   r.start = r.slot < 0 ? 0 : static_cast<const int*>(p.ring_start)[r.slot];
   r.history = r.slot < 0 ? 0 : static_cast<const int*>(p.history)[r.slot];
   r.folds = r.slot >= 0 && is_folding(p, r.tokens, r.history);
+  if constexpr (TREE) r.path = load_paths(p, r);
   return r;
 }
 
