@@ -319,7 +319,7 @@ class ReplaySpec:
             params = self.step_params
             constants["tree"] = kind == "tree"
             if backend == "cuda":
-                constants |= tactics.constants(self)
+                constants |= tactics.constants(self, kind == "tree")
         return ModuleSpec(
             name=self.module_name(kind),
             template=f"{backend}/{self.family}_{'standard' if kind == 'standard' else 'step'}",

@@ -58,10 +58,12 @@ def shared_memory(spec: ReplaySpec) -> SharedMemory:
     return SharedMemory(_round_up(_round_up(columns + (tokens + ring) * row + values + factors, 8) + rest, 16), 0)
 
 
-def constants(spec: ReplaySpec) -> dict[str, int]:
+def constants(spec: ReplaySpec, tree: bool = False) -> dict[str, int]:
     """Constants of the rendered source that launch geometry must agree with."""
-    memory = shared_memory(spec)
-    return {"smem_fixed": memory.fixed, "smem_per_head": memory.per_head, "min_blocks": min_blocks(spec)}
+    memory, blocks = shared_memory(spec), min_blocks(spec)
+    if tree and spec.family == "mamba2" and spec.max_tokens > 4:  # paths take registers, too
+        blocks = min(blocks, 3)
+    return {"smem_fixed": memory.fixed, "smem_per_head": memory.per_head, "min_blocks": blocks}
 
 
 def min_blocks(spec: ReplaySpec) -> int:

@@ -9,6 +9,8 @@ import torch
 from harness import DELTA, FAMILIES, FORMATS, small_spec, with_format
 
 from replayssm_jit import jit, models, tactics
+from replayssm_jit.jit.module import ModuleSpec
+from replayssm_jit.kernels import COMPACT_PARAMS, CURSOR_PARAMS
 
 ARCHS = ("sm_80", "sm_90", "sm_100f", "sm_120f")
 
@@ -62,6 +64,19 @@ def test_formats(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_windows(family):
     judge(compiled([small_spec(family, buffer_len=length, max_tokens=t) for length, t in ((16, 8), (32, 4), (64, 1))]))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_trees(family):
+    windows = [small_spec(family, buffer_len=length, max_tokens=t) for length, t in ((16, 4), (16, 16), (64, 16))]
+    formats = [("fp32", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)]
+    judge(compiled(windows + [small_spec(family, buffer_len=16, max_tokens=8, dtype=dtype, **with_format(name)) for name, dtype in formats], "tree"))
+
+
+def test_commit():
+    """The kernels of every commit: cursors, and the entries of a path."""
+    modules = [ModuleSpec(name, f"cuda/{name}", "cuda", params, ()) for name, params in (("cursors", CURSOR_PARAMS), ("compact", COMPACT_PARAMS))]
+    judge({(module.name, arch): jit.compile(module, arch).resources for module in modules for arch in ARCHS})
 
 
 @pytest.mark.parametrize("family", FAMILIES)
