@@ -4,8 +4,8 @@
 #endif
 
 struct Kept {
-  int tokens;     // that the row brought: as many as the step had room for, and took
-  int accepted;   // of them; 0 if what the engine says is impossible
+  int tokens;    // that the row brought: as many as the step had room for, and took
+  int accepted;  // of them; 0 if what the engine says is impossible
   bool possible;
   const int* path;  // nodes of a tree in order; null: the first ones
 

@@ -1,8 +1,8 @@
 // The rings of all layers, as the host lists them on the device (ReplayCache.ring_table). Needs Params.
 struct Ring {
   char* at;
-  long long slot_bytes;   // from slot to slot
-  long long outer;        // heads or groups; each has ring_len entries, one after another
+  long long slot_bytes;  // from slot to slot
+  long long outer;       // heads or groups; each has ring_len entries, one after another
   long long entry_bytes;
 };
 static_assert(sizeof(Ring) == 32, "packing differs from the host's");

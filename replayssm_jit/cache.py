@@ -358,7 +358,9 @@ class ReplayCache:
         """
         if int(self.error.item()) & 1:
             self.error.zero_()
-            raise RuntimeError("a commit's num_accepted was negative or above the row's num_tokens, or accepted no path; it was counted as 0")
+            raise RuntimeError(
+                "a commit's num_accepted was negative or above the row's num_tokens, or accepted was no path; it counted as 0"
+            )
 
     # ---- what the wrapper uses ----------------------------------------------------------------------------------
 

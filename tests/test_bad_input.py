@@ -38,6 +38,10 @@ class Bench:
         }
         return {k: v for k, v in {**tensors, **changes}.items() if v is not None}
 
+    def tree(self, nodes=2):
+        """Parents of three rows: all nodes of a row follow its first one."""
+        return self.index(*[-1, *[0] * nodes][:nodes] * 3).view(3, nodes)
+
     def cursors(self, **changes):
         cursors = {
             "ring_start": self.index(0, 0, 0, 0),
@@ -329,10 +333,36 @@ def test_calls_before_plan(bench):
         "cu_seqlens device": (lambda b: b.wrapper.plan(b.slots, cu_seqlens=b.index(0, 2, 4, 6).to("meta")), "cu_seqlens"),
         "both int": (lambda b: b.wrapper.plan(b.slots, 2, cu_seqlens=b.index(0, 2, 4, 6)), "cu_seqlens"),
         "both tensors": (lambda b: b.wrapper.plan(b.slots, b.counts, cu_seqlens=b.index(0, 2, 4, 6)), "cu_seqlens"),
+        "parents list": (lambda b: b.wrapper.plan(b.slots, 2, parents=[[-1, 0]] * 3), "parents"),
+        "parents flat": (lambda b: b.wrapper.plan(b.slots, 2, parents=b.tree().flatten()), "parents"),
+        "parents rows": (lambda b: b.wrapper.plan(b.slots, 2, parents=b.tree()[:2]), "parents"),
+        "parents nodes": (lambda b: b.wrapper.plan(b.slots, 2, parents=b.tree(3)), "parents"),
+        "too many parents": (lambda b: b.wrapper.plan(b.slots, b.counts, parents=b.tree(5)), "parents"),
+        "no parents": (lambda b: b.wrapper.plan(b.slots, b.counts, parents=b.tree(0)), "parents"),
+        "parents dtype": (lambda b: b.wrapper.plan(b.slots, 2, parents=b.tree().long()), "parents"),
+        "parents device": (lambda b: b.wrapper.plan(b.slots, 2, parents=b.tree().to("meta")), "parents"),
+        "parents stride": (lambda b: b.wrapper.plan(b.slots, 2, parents=b.tree(4)[:, :2]), "parents"),
+        "packed parents": (lambda b: b.wrapper.plan(b.slots, cu_seqlens=b.index(0, 2, 4, 6), parents=b.tree()), "parents"),
+        "packed stride": (lambda b: b.wrapper.plan(b.slots, cu_seqlens=b.index(0, 2, 4, 6), parents=b.tree(4).view(12)[::2]), "parents"),
     }
 )
 def test_plan(bench, call, match):
     bench.refuses(lambda: call(bench), match)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_run_other_nodes(family, device):
+    """Inputs of as many tokens as the plan has parents for."""
+    bench = Bench(family, device)
+    wide = {k: torch.cat([v, v], 1) for k, v in bench.inputs.items()}
+    packed = {k: v.flatten(0, 1) for k, v in bench.inputs.items()}
+    wrapper, name = ReplayWrapper(bench.cache), bench.spec.inputs[0].name
+    wrapper.plan(bench.slots, bench.counts, parents=bench.tree(3))
+    for inputs in (bench.inputs, wide, packed):
+        bench.refuses(lambda inputs=inputs: wrapper.run(0, **inputs), name)
+    wrapper.plan(bench.slots, cu_seqlens=bench.index(0, 2, 4, 5), parents=bench.tree().flatten()[:5])
+    bench.refuses(lambda: wrapper.run(0, **packed), name)
+    wrapper.run(0, **{k: v[:5] for k, v in packed.items()})
 
 
 @pytest.mark.parametrize("layer", [2, -1, 0.0, True, None, "0"])
@@ -431,6 +461,14 @@ def test_a_wider_signature_is_checked_again(bench):
         "accepted dtype": (lambda b: b.wrapper.commit(b.slots, 2, b.counts.long()), "num_accepted"),
         "accepted device": (lambda b: b.wrapper.commit(b.slots, 2, b.counts.to("meta")), "num_accepted"),
         "accepted stride": (lambda b: b.wrapper.commit(b.slots, 2, b.index(*[2] * 6)[::2]), "num_accepted"),
+        "path list": (lambda b: b.wrapper.commit(b.slots, 2, b.counts, accepted=[[0, 1]] * 3), "accepted"),
+        "path flat": (lambda b: b.wrapper.commit(b.slots, 2, b.counts, accepted=b.counts), "accepted"),
+        "path rows": (lambda b: b.wrapper.commit(b.slots, 2, b.counts, accepted=b.tree()[:2]), "accepted"),
+        "path nodes": (lambda b: b.wrapper.commit(b.slots, 2, b.counts, accepted=b.tree(5)), "accepted"),
+        "path of none": (lambda b: b.wrapper.commit(b.slots, 2, b.counts, accepted=b.tree(0)), "accepted"),
+        "path dtype": (lambda b: b.wrapper.commit(b.slots, 2, b.counts, accepted=b.tree().long()), "accepted"),
+        "path device": (lambda b: b.wrapper.commit(b.slots, 2, b.counts, accepted=b.tree().to("meta")), "accepted"),
+        "path stride": (lambda b: b.wrapper.commit(b.slots, 2, b.counts, accepted=b.tree(4)[:, ::2]), "accepted"),
     }
 )
 def test_commit(bench, call, match):
@@ -480,6 +518,50 @@ def test_debug_names_a_count_out_of_range(watched):
         assert all(torch.equal(a, c) for a, c in zip(tensors, after, strict=True))
     b.wrapper.plan(b.index(2, -1, 1), b.index(2, 99, 1))
     b.wrapper.commit(b.index(2, -1, 1), 2, b.index(2, 99, 1))
+
+
+def test_debug_names_a_node(watched):
+    """Parents that are no earlier node, and accepted nodes that are no path of the tree that has run; padding's are nobody's."""
+    b = watched
+    tree = b.index(-1, 0, 0, 2, -1, -1, 0, 1, -1, 0, 1, 2).view(3, 4)
+    inputs = {k: torch.cat([v, v], 1) for k, v in b.inputs.items()}
+
+    def plan(at, parent, **form):
+        parents = tree.clone()
+        parents[at] = parent
+        b.wrapper.plan(b.slots, **(form or {"num_tokens": 4}), parents=parents if not form else parents.flatten())
+
+    packed = {"cu_seqlens": b.index(0, 4, 8, 12)}
+    for match, call in {
+        r"parents of row 1 \(slot 0\) .*-1 to 1 for node 2, got 2": lambda: plan((1, 2), 2),
+        r"parents of row 0 \(slot 2\) .*-1 to -1 for node 0, got 0": lambda: plan((0, 0), 0, **packed),
+        r"parents of row 2 \(slot 1\) .*-1 to 2 for node 3, got -2": lambda: plan((2, 3), -2, **packed),
+    }.items():
+        with pytest.raises(ValueError, match=match):
+            call()
+    for form in ({}, packed):
+        plan((0, 3), 2, **form)
+        b.wrapper.run(0, **(inputs if not form else {k: v.flatten(0, 1) for k, v in inputs.items()}))
+        before = [bits(t).clone() for t in (*b.cache.layers[0].values(), b.cache.history)]
+        paths = b.index(0, 2, 3, 1, 2, 3, 0, 1, 2).view(3, 3)
+        for match, counts, changes in {
+            (r"accepted\[0\] \(slot 2\) .*node 3 follows 2", (3, 0, 0), (0, 1, 1)),
+            (r"accepted\[1\] \(slot 0\) .*node 2 follows 0", (3, 2, 3), (1, 0, 1)),
+            (r"accepted\[2\] \(slot 1\) .*rise", (3, 1, 3), (2, 2, 1)),
+            (r"accepted\[2\] \(slot 1\) .*below 4", (3, 1, 3), (2, 2, 4)),
+            (r"accepted\[2\] \(slot 1\) .*num_accepted=4", (3, 1, 4), (2, 2, 2)),
+        }:
+            wrong = paths.clone()
+            wrong[changes[:2]] = changes[2]
+            with pytest.raises(ValueError, match=match):
+                b.wrapper.commit(b.slots, 4, b.index(*counts), accepted=wrong)
+        with pytest.raises(ValueError, match=r"accepted\[0\] .*node 2 follows 0"):  # the first three are no path
+            b.wrapper.commit(b.slots, 4, b.index(3, 0, 0))
+        assert all(torch.equal(a, bits(t)) for a, t in zip(before, (*b.cache.layers[0].values(), b.cache.history), strict=True))
+        b.wrapper.commit(b.slots, 4, b.index(3, 0, 3), accepted=paths)
+    b.wrapper.plan(b.index(2, -1, 1), 4, parents=b.index(*[-1, 0, 0, 2, 9, 9, 9, 9, -1, 0, 1, 2]).view(3, 4))
+    b.wrapper.run(0, **inputs)
+    b.wrapper.commit(b.index(2, -1, 1), 4, b.index(1, 99, 1), accepted=paths[:, :1].clone().fill_(0))
 
 
 def test_debug_names_the_open_slot(watched):

@@ -70,12 +70,14 @@ def test_windows(family):
 def test_trees(family):
     windows = [small_spec(family, buffer_len=length, max_tokens=t) for length, t in ((16, 4), (16, 16), (64, 16))]
     formats = [("fp32", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)]
-    judge(compiled(windows + [small_spec(family, buffer_len=16, max_tokens=8, dtype=dtype, **with_format(name)) for name, dtype in formats], "tree"))
+    specs = [small_spec(family, buffer_len=16, max_tokens=8, dtype=dtype, **with_format(name)) for name, dtype in formats]
+    judge(compiled(windows + specs, "tree"))
 
 
 def test_commit():
     """The kernels of every commit: cursors, and the entries of a path."""
-    modules = [ModuleSpec(name, f"cuda/{name}", "cuda", params, ()) for name, params in (("cursors", CURSOR_PARAMS), ("compact", COMPACT_PARAMS))]
+    kernels = {"cursors": CURSOR_PARAMS, "compact": COMPACT_PARAMS}
+    modules = [ModuleSpec(name, f"cuda/{name}", "cuda", params, ()) for name, params in kernels.items()]
     judge({(module.name, arch): jit.compile(module, arch).resources for module in modules for arch in ARCHS})
 
 

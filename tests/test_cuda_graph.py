@@ -10,12 +10,13 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 ROWS, LAYERS, SLOTS = 4, 3, 6
 MODES = ("fixed", "lengths", "packed")
+TREES = ("fixed", "packed")
 
 
 class CapturedStep:
     """Static inputs, outputs, counts and a graph of run, run, run, commit."""
 
-    def __init__(self, harness, mode, pad_slot=-1):
+    def __init__(self, harness, mode, pad_slot=-1, trees=False):
         self.harness, self.mode = harness, mode
         self.spec, self.device = harness.spec, harness.device
         self.tokens = self.spec.max_tokens
@@ -26,8 +27,9 @@ class CapturedStep:
             {k: torch.zeros(*leading, *v.shape[1:], dtype=v.dtype, device=self.device) for k, v in example.items()} for _ in range(LAYERS)
         ]
         self.counts, self.accepted = (torch.zeros(ROWS, dtype=torch.int32, device=self.device) for _ in range(2))
+        self.paths = torch.zeros(ROWS, self.tokens, dtype=torch.int32, device=self.device) if trees else None
         # Warm-up and capture run on padding rows only: they touch no slot.
-        self.plan([(-1, self.tokens)] * ROWS)
+        self.plan([(-1, self.tokens)] * ROWS, [[-1] * self.tokens] * ROWS if trees else None)
         before = self.picture()
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -45,25 +47,26 @@ class CapturedStep:
         tensors = [t for layer in cache.layers for t in layer.values()]
         return [t.clone() for t in (*tensors, cache.ring_start, cache.history, cache.position, cache.error)]
 
-    def plan(self, rows):
+    def plan(self, rows, trees=None):
         slots = torch.tensor([s for s, _ in rows], dtype=torch.int32, device=self.device)
         lengths = torch.tensor([t for _, t in rows], dtype=torch.int32)
         self.counts.zero_()
         self.counts[: len(rows)] = lengths.to(self.device)
+        parents = None if trees is None else self.harness.parents(trees, self.mode, self.tokens)
         if self.mode == "fixed":
-            self.wrapper.plan(slots, self.tokens)
+            self.wrapper.plan(slots, self.tokens, parents=parents)
         elif self.mode == "lengths":
-            self.wrapper.plan(slots, lengths.to(self.device))
+            self.wrapper.plan(slots, lengths.to(self.device), parents=parents)
         else:
             offsets = torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0, dtype=torch.int32)])
-            self.wrapper.plan(slots, cu_seqlens=offsets.to(self.device))
+            self.wrapper.plan(slots, cu_seqlens=offsets.to(self.device), parents=parents)
 
     def step(self):
         outputs = [self.wrapper.run(layer, **inputs) for layer, inputs in enumerate(self.inputs)]
-        self.wrapper.commit(self.wrapper.slots, self.counts, self.accepted)
+        self.wrapper.commit(self.wrapper.slots, self.counts, self.accepted, accepted=self.paths)
         return outputs
 
-    def replay(self, rows, accepted):
+    def replay(self, rows, accepted, trees=None):
         """Fill the static inputs, plan outside the graph, replay, and judge by the model."""
         harness, lengths = self.harness, [t for _, t in rows]
         starts = [sum(lengths[:i]) for i in range(len(rows) + 1)]
@@ -75,8 +78,11 @@ class CapturedStep:
                     where = slice(starts[r], starts[r + 1]) if self.mode == "packed" else (r, slice(0, lengths[r]))
                     tensor[where] = values[name][starts[r] : starts[r + 1]].to(self.device)
         self.accepted.zero_()
-        self.accepted[: len(rows)] = torch.tensor(accepted, dtype=torch.int32)
-        self.plan(rows)
+        for r, kept in enumerate(accepted):
+            self.accepted[r] = kept if trees is None else len(kept)
+            if trees is not None:
+                self.paths[r, : len(kept)] = torch.tensor(kept, dtype=torch.int32)
+        self.plan(rows, *([] if trees is None else [trees]))
         harness.poison()
         self.graph.replay()
         for layer, out in enumerate(self.outputs):
@@ -84,7 +90,7 @@ class CapturedStep:
                 got = out[starts[r] : starts[r + 1]] if self.mode == "packed" else out[r, :t]
                 if harness.live(slot) and t:
                     tokens = {k: v[starts[r] : starts[r + 1]] for k, v in fresh[layer].items()}
-                    harness.judge_output(got, slot, layer, tokens)
+                    harness.judge_output(got, slot, layer, tokens, None if trees is None else trees[r])
                 else:
                     assert not bits(got).any()
             if self.mode != "packed":
@@ -104,6 +110,22 @@ def test_captured_step(family, mode):
         rows = harness.random_rows(lengths, rows=harness.randint(1, ROWS))
         captured.replay(rows, [harness.randint(0, t) for _, t in rows])
     assert min(model.position for model in harness.slots) > harness.spec.buffer_len
+    harness.finish()
+
+
+@pytest.mark.parametrize("mode", TREES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_captured_trees(family, mode):
+    """Trees and paths are as much the replay's as slots are; their form is frozen like that of the lengths."""
+    harness = Harness(small_spec(family), "cuda", layers=LAYERS, slots=SLOTS, seed=104)
+    captured = CapturedStep(harness, mode, trees=True)
+    most = harness.spec.max_tokens
+    for _ in range(40):
+        rows = harness.random_rows(range(most, most + 1) if mode == "fixed" else range(most + 1), rows=harness.randint(1, ROWS))
+        trees = [harness.random_tree(t) for _, t in rows]
+        captured.replay(rows, [harness.random_path(tree) for tree in trees], trees)
+    with pytest.raises(ValueError, match="parents"):
+        captured.plan([(0, most)])
     harness.finish()
 
 

@@ -1,5 +1,7 @@
 """Trees of drafts: verification of all nodes in one launch and commit of an accepted path, judged path by path."""
 
+import itertools
+
 import pytest
 import torch
 from harness import DELTA, FAMILIES, Harness, crossed, path_to, precisions, same_bits, small_spec, with_format
@@ -99,7 +101,7 @@ def test_every_ring_start(family, device):
     rows = [(slot, 4) for slot in range(spec.ring_len)]
     for path in ([1, 2], [0, 3], [1, 2, 3], [3], []):
         tree = [-1] * 4
-        for parent, node in zip(path, path[1:], strict=False):
+        for parent, node in itertools.pairwise(path):
             tree[node] = parent
         harness.step(rows, [path] * len(rows), trees=[tree] * len(rows))
     harness.finish()

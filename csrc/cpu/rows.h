@@ -8,7 +8,7 @@ struct Row {
   int start, history;
   int seen;  // history and the step's own tokens
   bool flush;
-  int place[WINDOW];  // where entry j lies in the ring, history first
+  int place[WINDOW];                     // where entry j lies in the ring, history first
   unsigned path[TREE ? MAX_TOKENS : 1];  // of a tree: bit j for new token j on the way from a root to token t, t included
 
   // Whether new token t sees entry j, at most its own: the history, and what lies on its path.

@@ -180,8 +180,8 @@ __device__ __forceinline__ void exact_fold(const Params& p, const Row& row, int 
       u[q][e] = fmaf(-factors.lead[entry], u[q][e], to_float(v[0]));
       u[q][2 + e] = fmaf(-factors.lead[entry], u[q][2 + e], to_float(v[8]));
     }
-  substitute<FOLD_TILES, BUFFER_LEN>(u, factors.beta, factors.pair[0], PAIR_PITCH, row.history, lane, [](int, int, int) { return true; },
-                                       [](int, float, float) {});
+  substitute<FOLD_TILES, BUFFER_LEN>(
+      u, factors.beta, factors.pair[0], PAIR_PITCH, row.history, lane, [](int, int, int) { return true; }, [](int, float, float) {});
 
   u32 a[FOLD_STEPS][3][4];
 #pragma unroll
