@@ -66,7 +66,7 @@ class ReplayCache:
         self._cursors = kernels.CursorKernel(self.device)
         self._state = kernels.StateKernel(spec, self.device)
         self._step: kernels.StepKernel | None = None
-        self._compact: tuple[kernels.CompactKernel, torch.Tensor] | None = None
+        self._compact: kernels.CompactKernel | None = None
         logging.attach(self, ("set_weights", "reset", "load_state", "read_state", "flush", "copy_slots", "export", "import_"))
 
     # ---- construction -------------------------------------------------------------------------------------------
@@ -391,8 +391,7 @@ class ReplayCache:
             **({} if accepted is None else {"accepted": accepted.data_ptr(), "width": accepted.shape[1]}),
         }
         if accepted is not None:
-            kernel, rings = self.prepare_paths()
-            kernel.launch(slots.numel(), rings.shape[0], rings=rings.data_ptr(), **step)
+            self.prepare_paths().launch(slots.numel(), **step)
         self._cursors.launch(
             slots.numel(),
             position=self.position.data_ptr(),
@@ -406,20 +405,16 @@ class ReplayCache:
                 self._open.pop(slot, None)
                 self._trees.pop(slot, None)
 
-    def prepare_paths(self) -> tuple[kernels.CompactKernel, torch.Tensor]:
-        """What commits of trees launch: the kernel that moves ring entries together, and the table of all rings on the device.
-
-        Made once, outside a capture: the table is copied from the host.
-        """
+    def prepare_paths(self) -> kernels.CompactKernel:
+        """What a commit of trees launches; made with the first plan that has parents, since it cannot be in a capture."""
         if self._compact is None:
-            table = [
-                (tensor.data_ptr(), tensor.stride(0) * tensor.itemsize, tensor.shape[1], tensor[0, 0, 0].numel() * tensor.itemsize)
-                for layer in self.layers
-                for name, tensor in layer.items()
-                if name != "state"
-            ]
-            self._compact = kernels.CompactKernel(self.device), torch.tensor(table, dtype=torch.int64, device=self.device)
+            self._compact = kernels.CompactKernel(self.device, [kernels.ring_place(ring) for ring in self.rings])
         return self._compact
+
+    @property
+    def rings(self) -> list[torch.Tensor]:
+        """Rings of all layers."""
+        return [tensor for layer in self.layers for name, tensor in layer.items() if name != "state"]
 
     def step_fields(self, layer: int) -> dict[str, int]:
         """Fields of the step's parameter struct that name a layer's tensors and weights."""

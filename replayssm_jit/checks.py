@@ -66,6 +66,13 @@ def nodes(name: str, value: object, rows: int, most: int, device: torch.device, 
     return contiguous(name, given, (rows, width or given.shape[1]), torch.int32, device)
 
 
+def parents(value: object, rows: int, most: int, device: torch.device, packed: bool, width: int = 0) -> int:
+    """Parents of the nodes of all rows; returns the nodes a row, or all of them when packed."""
+    if packed:
+        return vector("parents", value, tensor("parents", value).numel(), torch.int32, device).numel()
+    return nodes("parents", value, rows, most, device, width).shape[1]
+
+
 def rows(name: str, count: int) -> None:
     """No more rows than one launch can have."""
     if count > MAX_ROWS:

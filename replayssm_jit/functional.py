@@ -18,17 +18,17 @@ import torch
 from . import checks
 from .arguments import StepArguments
 from .cache import ReplayCache
-from .kernels import COMMIT, CursorKernel, StepKernel
+from .kernels import COMMIT, CompactKernel, CursorKernel, RingPlace, StepKernel, ring_place
 from .specs import ReplaySpec, spec_from
 from .tokens import MAX_LAYOUTS, TokenLayout, signature
 
 _STEP = (
     "(str spec, Tensor(a!)[] cache, Tensor ring_start, Tensor history, Tensor?[] weights, Tensor slots, Tensor? num_tokens, "
-    "Tensor? cu_seqlens, Tensor?[] inputs, int pad_slot) -> Tensor"
+    "Tensor? cu_seqlens, Tensor? parents, Tensor?[] inputs, int pad_slot) -> Tensor"
 )
 _COMMIT = (
-    "(Tensor(a!) ring_start, Tensor(b!) history, Tensor(c!) position, Tensor(d!) error, Tensor slots, Tensor? num_tokens, int tokens, "
-    "Tensor num_accepted, int buffer_len, int ring_len, int pad_slot) -> ()"
+    "(Tensor(a!) ring_start, Tensor(b!) history, Tensor(c!) position, Tensor(d!) error, Tensor(e!)[] rings, Tensor slots, "
+    "Tensor? num_tokens, int tokens, Tensor num_accepted, Tensor? accepted, int buffer_len, int ring_len, int pad_slot) -> ()"
 )
 
 
@@ -39,6 +39,7 @@ def run(
     *,
     num_tokens: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
+    parents: torch.Tensor | None = None,
     pad_slot: int = -1,
     **inputs: torch.Tensor | None,
 ) -> torch.Tensor:
@@ -56,6 +57,8 @@ def run(
         int32 ``[rows]``: new tokens of each row, 0 to ``max_tokens``. When absent every row brings all of its inputs' tokens.
     cu_seqlens : torch.Tensor, optional
         int32 ``[rows + 1]``: inputs are packed; takes the place of ``num_tokens``.
+    parents : torch.Tensor, optional
+        int32 ``[rows, T]`` (packed: ``[tokens]``): rows bring trees; see :meth:`replayssm_jit.ReplayWrapper.plan`.
     pad_slot : int
         Slot that marks padding beside negative ones.
     **inputs : torch.Tensor
@@ -86,6 +89,7 @@ def run(
         slots,
         num_tokens,
         cu_seqlens,
+        parents,
         [inputs.get(name) for name in names],
         pad_slot,
     )
@@ -93,7 +97,13 @@ def run(
 
 
 def commit(
-    cache: ReplayCache, slots: torch.Tensor, num_tokens: torch.Tensor | int, num_accepted: torch.Tensor, *, pad_slot: int = -1
+    cache: ReplayCache,
+    slots: torch.Tensor,
+    num_tokens: torch.Tensor | int,
+    num_accepted: torch.Tensor,
+    *,
+    accepted: torch.Tensor | None = None,
+    pad_slot: int = -1,
 ) -> None:
     """Close a step; see :meth:`replayssm_jit.ReplayWrapper.commit`.
 
@@ -107,6 +117,8 @@ def commit(
         int32 ``[rows]``, or one count for all rows: new tokens each row brought.
     num_accepted : torch.Tensor
         int32 ``[rows]``: how many of them are kept; 0 aborts the row's step.
+    accepted : torch.Tensor, optional
+        int32 ``[rows, nodes]``, of a tree: the accepted path.
     pad_slot : int
         Slot that marks padding beside negative ones.
 
@@ -121,18 +133,20 @@ def commit(
     else:
         lengths, tokens = None, checks.plain_int("num_tokens (or an int32 tensor)", num_tokens, 1, spec.max_tokens)
     cursors = cache.ring_start, cache.history, cache.position, cache.error
-    torch.ops.replayssm_jit.commit(*cursors, slots, lengths, tokens, num_accepted, spec.buffer_len, spec.ring_len, pad_slot)
+    rings = [] if accepted is None else cache.rings
+    counts = lengths, tokens, num_accepted, accepted
+    torch.ops.replayssm_jit.commit(*cursors, rings, slots, *counts, spec.buffer_len, spec.ring_len, pad_slot)
 
 
 # ---- operators ------------------------------------------------------------------------------------------------------
 
 
 class _Step:
-    """Kernel, parameter struct and accepted signatures of one spec."""
+    """Kernel, parameter struct and accepted signatures of one spec, of chains or of trees."""
 
-    def __init__(self, spec: ReplaySpec, device: torch.device) -> None:
+    def __init__(self, spec: ReplaySpec, device: torch.device, kind: str) -> None:
         self.spec, self.device = spec, device
-        self.kernel = StepKernel(spec, device)
+        self.kernel = StepKernel(spec, device, kind)
         self.arguments = StepArguments(self.kernel.params, spec)
         self.weights = [weight.name for weight in spec.weights]
         self.inputs = [item.name for item in spec.inputs]
@@ -143,8 +157,9 @@ class _Step:
         key = (*(signature(given, None) or ()), *(signature(inputs, None) or ()))
         layout = self._layouts.get(key)
         if layout is None:
-            rows = self._check(given)
-            layout = TokenLayout(self.spec, self.device, inputs, None, rows, None, given["cu_seqlens"] is not None)
+            rows, packed, parents = self._check(given), given["cu_seqlens"] is not None, given["parents"]
+            width = None if parents is None else checks.parents(parents, rows, self.spec.max_tokens, self.device, packed)
+            layout = TokenLayout(self.spec, self.device, inputs, None, rows, width, packed)
             if len(self._layouts) >= MAX_LAYOUTS:
                 self._layouts.clear()
             self._layouts[key] = layout
@@ -182,13 +197,18 @@ def _spec(text: str) -> ReplaySpec:
 
 # Parameter structs are rewritten by every call, and a launch on the CPU lets other threads run: each thread has its own.
 @lru_cache(maxsize=64)
-def _step_of(text: str, device: torch.device, thread: int) -> _Step:
-    return _Step(_spec(text), device)
+def _step_of(text: str, device: torch.device, kind: str, thread: int) -> _Step:
+    return _Step(_spec(text), device, kind)
 
 
 @lru_cache(maxsize=64)
 def _cursors_of(device: torch.device, thread: int) -> CursorKernel:
     return CursorKernel(device)
+
+
+@lru_cache(maxsize=64)
+def _compact_of(device: torch.device, rings: tuple[RingPlace, ...], thread: int) -> CompactKernel:
+    return CompactKernel(device, rings)
 
 
 @torch.library.custom_op("replayssm_jit::step", mutates_args=("cache",), schema=_STEP)
@@ -201,10 +221,11 @@ def _step(
     slots: torch.Tensor,
     num_tokens: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
+    parents: torch.Tensor | None,
     inputs: Sequence[torch.Tensor | None],
     pad_slot: int,
 ) -> torch.Tensor:
-    step = _step_of(spec, cache[0].device, threading.get_ident())
+    step = _step_of(spec, cache[0].device, "step" if parents is None else "tree", threading.get_ident())
     held = dict(zip(step.spec.cache_tensors, cache, strict=True))
     given: dict[str, torch.Tensor | None] = {
         **held,
@@ -214,6 +235,7 @@ def _step(
         "slots": slots,
         "num_tokens": num_tokens,
         "cu_seqlens": cu_seqlens,
+        "parents": parents,
     }
     tokens = dict(zip(step.inputs, inputs, strict=True))
     layout = step.layout(given, tokens)
@@ -238,6 +260,7 @@ def _(
     slots: torch.Tensor,
     num_tokens: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
+    parents: torch.Tensor | None,
     inputs: Sequence[torch.Tensor | None],
     pad_slot: int,
 ) -> torch.Tensor:
@@ -247,16 +270,18 @@ def _(
     return first.new_empty((*first.shape[:-2], *known.shape("H", "P")), dtype=known.dtype)
 
 
-@torch.library.custom_op("replayssm_jit::commit", mutates_args=("ring_start", "history", "position", "error"), schema=_COMMIT)
+@torch.library.custom_op("replayssm_jit::commit", mutates_args=("ring_start", "history", "position", "error", "rings"), schema=_COMMIT)
 def _commit(
     ring_start: torch.Tensor,
     history: torch.Tensor,
     position: torch.Tensor,
     error: torch.Tensor,
+    rings: Sequence[torch.Tensor],
     slots: torch.Tensor,
     num_tokens: torch.Tensor | None,
     tokens: int,
     num_accepted: torch.Tensor,
+    accepted: torch.Tensor | None,
     buffer_len: int,
     ring_len: int,
     pad_slot: int,
@@ -269,9 +294,16 @@ def _commit(
     for name, tensor in cursors.items():
         checks.vector(name, tensor, history.numel(), torch.int64 if name == "position" else torch.int32, device)
     checks.vector("error", error, 1, torch.int32, device)
-    fields = {name: tensor.data_ptr() for name, tensor in {**vectors, **cursors, "error": error}.items()}
-    fields |= {"tokens": tokens, "buffer_len": buffer_len, "ring_len": ring_len, "pad_slot": pad_slot}
-    _cursors_of(device, threading.get_ident()).launch(rows, op=COMMIT, **fields)
+    step = {**vectors, "ring_start": ring_start, "history": history}
+    fields = {"tokens": tokens, "buffer_len": buffer_len, "ring_len": ring_len, "pad_slot": pad_slot}
+    if accepted is not None:
+        step["accepted"] = checks.nodes("accepted", accepted, rows, ring_len - buffer_len, device)
+        fields["width"] = accepted.shape[1]
+    fields |= {name: tensor.data_ptr() for name, tensor in step.items()}
+    thread = threading.get_ident()
+    if accepted is not None:
+        _compact_of(device, tuple(map(ring_place, rings)), thread).launch(rows, **fields)
+    _cursors_of(device, thread).launch(rows, op=COMMIT, position=position.data_ptr(), error=error.data_ptr(), **fields)
 
 
 @_commit.register_fake

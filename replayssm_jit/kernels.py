@@ -6,7 +6,7 @@ Cache and wrapper both launch through here, so that geometry is decided in one p
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -81,19 +81,32 @@ class CursorKernel:
         self._kernel.launch(ctypes.addressof(self._buffer), (1, 1, 1), tactics.CURSOR_THREADS, 0, current_stream(self._device))
 
 
-class CompactKernel:
-    """Ring entries of the accepted nodes of trees, moved together before the cursors move."""
+RingPlace = tuple[int, int, int, int]
 
-    def __init__(self, device: torch.device) -> None:
+
+def ring_place(ring: torch.Tensor) -> RingPlace:
+    """Where a ring lies: address, bytes from slot to slot, heads or groups, bytes of an entry."""
+    return ring.data_ptr(), ring.stride(0) * ring.itemsize, ring.shape[1], ring[0, 0, 0].numel() * ring.itemsize
+
+
+class CompactKernel:
+    """Ring entries of the accepted nodes of trees, moved together before the cursors move.
+
+    Made outside a capture: the table of the rings, of all layers, is copied to the device.
+    """
+
+    def __init__(self, device: torch.device, rings: Sequence[RingPlace]) -> None:
         backend = backend_of(device)
-        self._device = device
+        self._device, self._count = device, len(rings)
         self._kernel = load(ModuleSpec("compact", f"{backend}/compact", backend, COMPACT_PARAMS, ()), device)
+        self._table = torch.tensor(rings, dtype=torch.int64, device=device)
         self._buffer = COMPACT_PARAMS.buffer()
 
-    def launch(self, rows: int, num_rings: int, **values: int) -> None:
-        """Run over ``rows`` rows of every ring that the device's table names."""
-        COMPACT_PARAMS.pack(self._buffer, rows=rows, num_rings=num_rings, threads=torch.get_num_threads(), **values)
-        self._kernel.launch(ctypes.addressof(self._buffer), (num_rings, rows, 1), 128, 0, current_stream(self._device))
+    def launch(self, rows: int, **values: int) -> None:
+        """Run over ``rows`` rows of all rings."""
+        table = {"rings": self._table.data_ptr(), "num_rings": self._count}
+        COMPACT_PARAMS.pack(self._buffer, rows=rows, threads=torch.get_num_threads(), **table, **values)
+        self._kernel.launch(ctypes.addressof(self._buffer), (self._count, rows, 1), 128, 0, current_stream(self._device))
 
 
 class StateKernel:

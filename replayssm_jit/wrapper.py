@@ -110,7 +110,7 @@ class ReplayWrapper:
         else:
             fixed = self._fixed_tokens(num_tokens)
         if parents is not None:
-            self._check_parents(parents, rows, fixed, cu_seqlens is not None)
+            checks.parents(parents, rows, self.spec.max_tokens, cache.device, cu_seqlens is not None, fixed)
         if cache.watching:
             self._check_lengths(given, lengths, cu_seqlens)
             if parents is not None:
@@ -255,14 +255,8 @@ class ReplayWrapper:
     def _step_kernel(self, kind: str) -> StepKernel:
         if kind not in self._steps:
             self._steps[kind] = StepKernel(self.spec, self.cache.device, kind)
-            self.cache.prepare_paths()  # not in a capture
+            self.cache.prepare_paths()
         return self._steps[kind]
-
-    def _check_parents(self, parents: object, rows: int, fixed: int, packed: bool) -> None:
-        if packed:
-            checks.vector("parents", parents, checks.tensor("parents", parents).numel(), torch.int32, self.cache.device)
-        else:
-            checks.nodes("parents", parents, rows, self.spec.max_tokens, self.cache.device, width=fixed)
 
     def _check_trees(self, slots: torch.Tensor | list[int], trees: list[list[int]]) -> None:
         """Debug mode: every node follows an earlier one, or none."""

@@ -39,6 +39,12 @@ def batch(harness, mode):
     return slots, lengths, inputs, form
 
 
+def tree_of(mode, device):
+    """Parents for such a batch, and a path of each row: its second node alone, whose parent is no node."""
+    parents = torch.tensor([-1, -1, -1, -1] if mode == "packed" else [[-1, -1]] * 3, dtype=INT, device=device)
+    return parents, torch.tensor([[1], [0], [1]], dtype=INT, device=device)
+
+
 def same_caches(one, other):
     for a, b in zip(one.layers, other.layers, strict=True):
         assert all(same_bits(a[name], b[name]) for name in a)
@@ -66,43 +72,67 @@ def test_the_wrappers_bits(family, mode, device):
         other.cache.check()
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_trees(family, mode, device):
+    one, other = (harness_of(family, device) for _ in range(2))
+    for _ in range(4):
+        slots, lengths, inputs, form = batch(one, mode)
+        parents, path = tree_of(mode, device)
+        one.wrapper.plan(slots, **(form or {"num_tokens": 2}), parents=parents)
+        for layer in range(2):
+            want = one.wrapper.run(layer, **inputs)
+            assert same_bits(functional.run(other.cache, layer, slots, **form, parents=parents, **inputs), want)
+        accepted = torch.tensor([1, 1, 0], dtype=INT, device=device)
+        one.wrapper.commit(slots, lengths, accepted, accepted=path)
+        functional.commit(other.cache, slots, lengths, accepted, accepted=path)
+        same_caches(one.cache, other.cache)
+
+
 # ---- schemas --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "trees"), [*((mode, False) for mode in MODES), ("packed", True)])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_opcheck_step(family, mode, device):
+def test_opcheck_step(family, mode, trees, device):
     harness = harness_of(family, device)
     slots, _, inputs, form = batch(harness, mode)
+    tree, _ = tree_of(mode, device)
     cache, spec = harness.cache, harness.spec
     weights = [cache.weights[0].get(weight.name) for weight in spec.weights]
     tokens = [inputs.get(item.name) for item in spec.inputs]
     layer = list(cache.layers[0].values())
     for tensor in layer:  # opcheck compares values, and NaN differs from itself
         tensor.view(torch.int16).zero_()
-    args = (cache.spec_text, layer, cache.ring_start, cache.history, weights, slots, form.get("num_tokens"), form.get("cu_seqlens"), tokens)
+    lengths = form.get("num_tokens"), form.get("cu_seqlens")
+    args = (cache.spec_text, layer, cache.ring_start, cache.history, weights, slots, *lengths, tree if trees else None, tokens)
     torch.library.opcheck(torch.ops.replayssm_jit.step.default, (*args, -1))
 
 
+@pytest.mark.parametrize("trees", [True, False])
 @pytest.mark.parametrize("lengths", [True, False])
-def test_opcheck_commit(lengths, device):
+def test_opcheck_commit(lengths, trees, device):
     cache = harness_of("mamba2", device).cache
-    slots, counts, accepted = (torch.tensor(x, dtype=INT, device=device) for x in ([3, -1, 1], [2, 2, 1], [2, 9, 2]))
+    slots, counts, accepted = (torch.tensor(x, dtype=INT, device=device) for x in ([3, -1, 1], [2, 2, 1], [1 if trees else 2, 9, 2]))
     cursors = cache.ring_start, cache.history, cache.position, cache.error
-    args = (*cursors, slots, counts if lengths else None, 0 if lengths else 2, accepted, cache.spec.buffer_len, cache.spec.ring_len, -1)
+    for tensor in cache.rings:  # as above
+        tensor.view(torch.int16).zero_()
+    rings, path = (cache.rings, tree_of("fixed", device)[1]) if trees else ([], None)
+    counts = counts if lengths else None, 0 if lengths else 2, accepted, path
+    args = (*cursors, rings, slots, *counts, cache.spec.buffer_len, cache.spec.ring_len, -1)
     torch.library.opcheck(torch.ops.replayssm_jit.commit.default, args)
 
 
 # ---- torch.compile --------------------------------------------------------------------------------------------------
 
 
-def decode_step(cache, slots, accepted, inputs):
+def decode_step(cache, slots, accepted, inputs, parents=None, path=None):
     """What a model does between two samplings, other operations before, between and after the layers; they round nothing."""
     outputs = []
     for layer in range(2):
         scaled = {name: tensor * 2**layer if tensor.dim() == 4 else tensor for name, tensor in inputs.items()}
-        outputs.append(functional.run(cache, layer, slots, **scaled) * 0.5)
-    functional.commit(cache, slots, 2, accepted)
+        outputs.append(functional.run(cache, layer, slots, parents=parents, **scaled) * 0.5)
+    functional.commit(cache, slots, 2, accepted, accepted=path)
     return torch.cat(outputs, dim=-1)
 
 
@@ -116,16 +146,21 @@ def test_a_traced_decode_step(family, device):
     compiled_against_eager(family, device, "aot_eager", sizes=(3, 3, 2, 4))
 
 
-def compiled_against_eager(family, device, backend, sizes=(3, 3, 3)):
+def test_a_traced_step_of_trees(device):
+    tree, path = tree_of("fixed", device)
+    compiled_against_eager("gdn", device, "aot_eager", (3, 3), tree, path)
+
+
+def compiled_against_eager(family, device, backend, sizes=(3, 3, 3), parents=None, path=None):
     torch.compiler.reset()
     one, other = (harness_of(family, device) for _ in range(2))
     step = torch.compile(decode_step, fullgraph=True, backend=backend)
     places = [tensor.data_ptr() for layer in other.cache.layers for tensor in layer.values()]
     for rows in sizes:
         slots = torch.randperm(4, generator=one.generator)[:rows].to(device, INT)
-        accepted = torch.full((rows,), 2, dtype=INT, device=device)
+        accepted = torch.full((rows,), 2 if path is None else 1, dtype=INT, device=device)
         inputs = {k: v.unflatten(0, (rows, 2)).to(device) for k, v in one.make_inputs(2 * rows).items()}
-        want, got = decode_step(one.cache, slots, accepted, inputs), step(other.cache, slots, accepted, inputs)
+        want, got = (run(cache, slots, accepted, inputs, parents, path) for run, cache in ((decode_step, one.cache), (step, other.cache)))
         assert same_bits(got, want)
         same_caches(one.cache, other.cache)
     assert places == [tensor.data_ptr() for layer in other.cache.layers for tensor in layer.values()]
@@ -190,6 +225,9 @@ BAD_RUNS = {
     "no slots": ({"slots": None}, "slots"),
     "lengths shape": ({"num_tokens": torch.ones(2, dtype=INT)}, "num_tokens"),
     "both": ({"num_tokens": torch.ones(3, dtype=INT), "cu_seqlens": torch.zeros(4, dtype=INT)}, "num_tokens"),
+    "parents dtype": ({"parents": torch.zeros(3, 2)}, "parents"),
+    "parents shape": ({"parents": torch.zeros(6, dtype=INT)}, "parents"),
+    "other nodes": ({"parents": torch.zeros(3, 1, dtype=INT)}, "x"),
     "offsets shape": ({"cu_seqlens": torch.zeros(3, dtype=INT)}, "cu_seqlens"),
 }
 
@@ -223,6 +261,9 @@ def test_bad_commits(device):
     ):
         with pytest.raises((ValueError, TypeError), match=match):
             functional.commit(harness.cache, *args)
+    for path in (lengths, lengths.view(3, 1).long(), lengths.view(1, 3), lengths.repeat(3).view(3, 3)):
+        with pytest.raises((ValueError, TypeError), match="accepted"):
+            functional.commit(harness.cache, slots, lengths, lengths, accepted=path)
     assert torch.equal(before, harness.cache.history)
 
 
