@@ -319,14 +319,15 @@ class _Operators:
     def __init__(self, harness):
         self.harness = harness
 
-    def plan(self, slots, num_tokens):
-        self.slots = slots
+    def plan(self, slots, num_tokens, parents):
+        self.slots, self.parents = slots, parents
 
     def run(self, layer, out, **inputs):
-        return out.copy_(functional.run(self.harness.cache, layer, self.slots, pad_slot=self.harness.pad_slot, **inputs))
+        cache, pad_slot = self.harness.cache, self.harness.pad_slot
+        return out.copy_(functional.run(cache, layer, self.slots, parents=self.parents, pad_slot=pad_slot, **inputs))
 
-    def commit(self, slots, num_tokens, num_accepted):
-        functional.commit(self.harness.cache, slots, num_tokens, num_accepted, pad_slot=self.harness.pad_slot)
+    def commit(self, slots, num_tokens, num_accepted, accepted=None):
+        functional.commit(self.harness.cache, slots, num_tokens, num_accepted, accepted=accepted, pad_slot=self.harness.pad_slot)
 
 
 def picture(cache):
