@@ -401,9 +401,11 @@ class ReplayCache:
             **step,
         )
         if self.watching:
-            for slot in slots.tolist():
-                self._open.pop(slot, None)
-                self._trees.pop(slot, None)
+            counts = [num_tokens] * slots.numel() if isinstance(num_tokens, int) else num_tokens.tolist()
+            for slot, count in zip(slots.tolist(), counts, strict=True):
+                if count > 0:  # a row that did nothing closes no other step of its slot
+                    self._open.pop(slot, None)
+                    self._trees.pop(slot, None)
 
     def prepare_paths(self) -> kernels.CompactKernel:
         """What a commit of trees launches; made with the first plan that has parents, since it cannot be in a capture."""

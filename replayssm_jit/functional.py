@@ -141,25 +141,76 @@ def commit(
 # ---- operators ------------------------------------------------------------------------------------------------------
 
 
-class _Step:
-    """Kernel, parameter struct and accepted signatures of one spec, of chains or of trees."""
+class Step:
+    """One step without a plan: kernel, parameter struct and accepted signatures of one spec, of chains or of trees.
 
-    def __init__(self, spec: ReplaySpec, device: torch.device, kind: str) -> None:
-        self.spec, self.device = spec, device
+    Parameters
+    ----------
+    spec : ReplaySpec
+        What the cache tensors hold.
+    device : torch.device
+        Where they are.
+    kind : {"step", "tree"}
+        Which kernel.
+    names : mapping
+        What errors call tensors of the cache, cursors and slots, where that is not their own name.
+    """
+
+    def __init__(self, spec: ReplaySpec, device: torch.device, kind: str, names: Mapping[str, str] | None = None) -> None:
+        self.spec, self.device, self._names = spec, device, names or {}
         self.kernel = StepKernel(spec, device, kind)
         self.arguments = StepArguments(self.kernel.params, spec)
         self.weights = [weight.name for weight in spec.weights]
         self.inputs = [item.name for item in spec.inputs]
         self._layouts: dict[tuple[Any, ...], TokenLayout] = {}
 
-    def layout(self, given: Mapping[str, torch.Tensor | None], inputs: Mapping[str, torch.Tensor | None]) -> TokenLayout:
+    def run(
+        self,
+        given: Mapping[str, torch.Tensor | None],
+        inputs: Mapping[str, torch.Tensor | None],
+        out: torch.Tensor | None = None,
+        **flags: int,
+    ) -> torch.Tensor:
+        """Launch.
+
+        Parameters
+        ----------
+        given : mapping
+            Cache tensors, weights, ``ring_start``, ``history``, ``slots``, ``num_tokens``, ``cu_seqlens`` and ``parents``.
+        inputs : mapping
+            Token inputs.
+        out : torch.Tensor, optional
+            Where to write.
+        **flags : int
+            Further fields of the parameter struct.
+        """
+        layout = self._layout(given, inputs, out)
+        if out is None:
+            out = torch.empty(layout.out_shape, dtype=self.spec.dtype, device=self.device)
+        slots = given["slots"]
+        assert slots is not None  # the layout has refused it
+        fields, launch = self.kernel.plan(slots.numel())
+        for name, tensor in given.items():
+            if tensor is not None:
+                fields[name] = tensor.data_ptr()
+                if name in self.spec.cache_tensors:
+                    fields[f"{name}_slot"] = tensor.stride(0)
+        self.arguments.pack(fields | flags, None)
+        self.arguments.stamp({}, None, layout)
+        self.arguments.point(inputs, out)
+        launch(self.arguments.address)
+        return out
+
+    def _layout(
+        self, given: Mapping[str, torch.Tensor | None], inputs: Mapping[str, torch.Tensor | None], out: torch.Tensor | None
+    ) -> TokenLayout:
         """Validate everything, once a signature."""
-        key = (*(signature(given, None) or ()), *(signature(inputs, None) or ()))
+        key = (*(signature(given, None) or ()), *(signature(inputs, out) or ()))
         layout = self._layouts.get(key)
         if layout is None:
             rows, packed, parents = self._check(given), given["cu_seqlens"] is not None, given["parents"]
             width = None if parents is None else checks.parents(parents, rows, self.spec.max_tokens, self.device, packed)
-            layout = TokenLayout(self.spec, self.device, inputs, None, rows, width, packed)
+            layout = TokenLayout(self.spec, self.device, inputs, out, rows, width, packed)
             if len(self._layouts) >= MAX_LAYOUTS:
                 self._layouts.clear()
             self._layouts[key] = layout
@@ -168,19 +219,24 @@ class _Step:
     def _check(self, given: Mapping[str, torch.Tensor | None]) -> int:
         """Validate all but the inputs; returns the number of rows."""
         spec, device = self.spec, self.device
-        slots, history = (checks.tensor(name, given[name]) for name in ("slots", "history"))
+
+        def called(name: str) -> str:
+            return self._names.get(name, name)
+
+        slots, history = (checks.tensor(called(name), given[name]) for name in ("slots", "history"))
         num_tokens, cu_seqlens = given["num_tokens"], given["cu_seqlens"]
         for name in ("ring_start", "history"):
-            checks.vector(name, given[name], history.numel(), torch.int32, device)
+            checks.vector(called(name), given[name], history.numel(), torch.int32, device)
         for name, (shape, dtype) in spec.cache_tensors.items():
-            checks.cache_tensor(name, given[name], (history.numel(), *shape), dtype, device)
+            checks.cache_tensor(called(name), given[name], (history.numel(), *shape), dtype, device)
         for weight in spec.weights:
             if given[weight.name] is not None:
                 checks.weight(weight.name, given[weight.name], spec.shape(*weight.dims), device)
             elif not weight.optional:
                 raise TypeError(f"missing weight {weight.name!r}; {spec.family} needs it: call cache.set_weights once")
         rows = slots.numel()
-        checks.vector("slots", slots, rows, torch.int32, device)
+        checks.vector(called("slots"), slots, rows, torch.int32, device)
+        checks.rows(called("slots"), rows)
         if num_tokens is not None and cu_seqlens is not None:
             raise ValueError("num_tokens and cu_seqlens exclude each other")
         if num_tokens is not None:
@@ -197,8 +253,8 @@ def _spec(text: str) -> ReplaySpec:
 
 # Parameter structs are rewritten by every call, and a launch on the CPU lets other threads run: each thread has its own.
 @lru_cache(maxsize=64)
-def _step_of(text: str, device: torch.device, kind: str, thread: int) -> _Step:
-    return _Step(_spec(text), device, kind)
+def _step_of(text: str, device: torch.device, kind: str, thread: int) -> Step:
+    return Step(_spec(text), device, kind)
 
 
 @lru_cache(maxsize=64)
@@ -226,9 +282,8 @@ def _step(
     pad_slot: int,
 ) -> torch.Tensor:
     step = _step_of(spec, cache[0].device, "step" if parents is None else "tree", threading.get_ident())
-    held = dict(zip(step.spec.cache_tensors, cache, strict=True))
     given: dict[str, torch.Tensor | None] = {
-        **held,
+        **dict(zip(step.spec.cache_tensors, cache, strict=True)),
         **dict(zip(step.weights, weights, strict=True)),
         "ring_start": ring_start,
         "history": history,
@@ -237,17 +292,7 @@ def _step(
         "cu_seqlens": cu_seqlens,
         "parents": parents,
     }
-    tokens = dict(zip(step.inputs, inputs, strict=True))
-    layout = step.layout(given, tokens)
-    out = torch.empty(layout.out_shape, dtype=step.spec.dtype, device=step.device)
-    fields, launch = step.kernel.plan(slots.numel())
-    fields |= {name: tensor.data_ptr() for name, tensor in given.items() if tensor is not None}
-    fields |= {f"{name}_slot": tensor.stride(0) for name, tensor in held.items()}
-    step.arguments.pack({**fields, "pad_slot": pad_slot}, None)
-    step.arguments.stamp({}, None, layout)
-    step.arguments.point(tokens, out)
-    launch(step.arguments.address)
-    return out
+    return step.run(given, dict(zip(step.inputs, inputs, strict=True)), pad_slot=pad_slot)
 
 
 @_step.register_fake

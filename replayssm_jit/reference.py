@@ -8,10 +8,14 @@ A tree of drafts is a sequence whose token t follows ``parents[t]`` instead of `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from .specs import ReplaySpec
 
 
 def softplus(x: Tensor) -> Tensor:
@@ -203,6 +207,42 @@ def kda_recurrence(
     """
     g = _gate(gate, a, A_log, dt_bias, lower_bound)
     return _delta_rule(q, k, v, g, b, state, beta, qk_norm, scale, parents)
+
+
+def recurrence(
+    spec: ReplaySpec,
+    inputs: Mapping[str, Tensor],
+    weights: Mapping[str, Tensor],
+    state: Tensor,
+    parents: Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The recurrence of a spec's family with the spec's options.
+
+    Parameters
+    ----------
+    spec : ReplaySpec
+        Family and options. Heads and dimensions are taken from the tensors, so some heads may be computed alone, and several sequences
+        as further heads.
+    inputs : mapping
+        ``[T, outer, inner]``, by the names of ``spec.inputs``.
+    weights : mapping
+        By the names of ``spec.weights``.
+    state, parents
+        As in :func:`mamba2_recurrence`.
+
+    Returns
+    -------
+    y, state : Tensor
+        ``[T, H, P]`` and ``[H, P, N]``, float64.
+    """
+    families: dict[str, Callable[..., tuple[Tensor, Tensor]]]
+    families = {"mamba2": mamba2_recurrence, "gdn": gdn_recurrence, "kda": kda_recurrence}
+    names = {"mamba2": ("dt_softplus",), "gdn": ("gate", "beta", "qk_norm", "scale")}
+    names["kda"] = (*names["gdn"], "lower_bound")
+    options: dict[str, Any] = {name: getattr(spec, name) for name in names[spec.family]}
+    options |= {item.name: inputs.get(item.name) for item in spec.inputs if item.optional}
+    tokens = (inputs[item.name] for item in spec.inputs if not item.optional)
+    return families[spec.family](*tokens, state, parents=parents, **options, **weights)
 
 
 def _delta_rule(

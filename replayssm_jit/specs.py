@@ -278,7 +278,8 @@ class ReplaySpec:
                 *(f"{name}_slot" for name in self.cache_tensors),
                 *(f"{name}_{axis}" for name in tokens for axis in ("row", "token", "outer")),
             ),
-            i32=("rows", "tokens", "num_heads", "pad_slot", "fold_only", "aligned", "heads_per_block", "threads"),
+            # keep_padding leaves the outputs of padding rows as they are, instead of zero.
+            i32=("rows", "tokens", "num_heads", "pad_slot", "keep_padding", "fold_only", "aligned", "heads_per_block", "threads"),
         )
 
     @cached_property

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from replayssm_jit import GdnSpec, KdaSpec, Mamba2Spec, ReplayCache, ReplayWrapper, kernels
-from replayssm_jit.reference import gdn_recurrence, kda_recurrence, mamba2_recurrence, softplus
+from replayssm_jit.reference import recurrence, softplus
 
 # ---- tolerances -----------------------------------------------------------------------------------------------------
 # An output is the rounding of a value with an arithmetic error e: it lies within |round(want) - want| + 2 |e| of what is wanted, so
@@ -123,18 +123,6 @@ def make_inputs(spec, tokens: int, generator: torch.Generator, optional: set[str
             x = torch.sigmoid(x)
         inputs[item.name] = x.to(spec.dtype_of(item.dtype))
     return inputs
-
-
-def recurrence(spec, inputs, weights, state, parents=None):
-    """The family's float64 recurrence with the spec's options."""
-    if spec.family == "mamba2":
-        tokens = [inputs[name] for name in ("x", "dt", "B", "C")]
-        return mamba2_recurrence(*tokens, state, z=inputs.get("z"), dt_softplus=spec.dt_softplus, parents=parents, **weights)
-    tokens = [inputs[name] for name in ("q", "k", "v", "g", "beta")]
-    options = {name: getattr(spec, name) for name in ("gate", "beta", "qk_norm", "scale")} | weights
-    if spec.family == "gdn":
-        return gdn_recurrence(*tokens, state, parents=parents, **options)
-    return kda_recurrence(*tokens, state, parents=parents, lower_bound=spec.lower_bound, **options)
 
 
 def log_decay(spec, inputs, weights) -> torch.Tensor:

@@ -572,6 +572,7 @@ def test_debug_names_the_open_slot(watched):
     for layer in range(2):
         with pytest.raises(RuntimeError, match="slot 2"):
             watched.run(layer)
+    watched.wrapper.commit(watched.slots, watched.index(0, 0, 0), watched.index(0, 0, 0))  # of a step that brought nothing
     for move in (watched.cache.reset, watched.cache.flush, lambda slots: watched.cache.load_state(0, slots, watched.state[:1])):
         with pytest.raises(RuntimeError, match="slot 0"):
             move([0])

@@ -18,12 +18,13 @@ SLOTS = 4
 #: Calls of public methods that one family's default run makes at least, on the CPU.
 CALLS = 8000
 
-#: Window, activations, checkpoint. Few, so that compiling does not take the time; every format's arithmetic has tests of its own.
+#: Window, activations, checkpoint. Few, so that compiling does not take the time. A checkpoint of 16 bits is judged by how many values
+#: round the other way, which so many judgements would exceed by chance.
 SPECS = [
     ((1, 1), "fp32", "fp32"),
     ((4, 3), "fp32", "fp32_bf16"),
     ((5, 5), "bf16", "fp32_bf16"),
-    ((6, 2), "bf16", "bf16"),
+    ((6, 2), "fp16", "fp32"),
 ]
 LAYOUTS = {"dense": dense, "aligned views": projection_views(0), "unaligned views": projection_views(1)}
 
@@ -229,7 +230,7 @@ class Lives(RuleBasedStateMachine):
     def import_(self, data, side):
         """Resume, in either cache, in any slots, once or often; a negative one is left away."""
         harness = self.sides[side]
-        blob, models = data.draw(st.sampled_from(self.away), label="blob")
+        blob, models = self.away[data.draw(st.integers(0, len(self.away) - 1), label="blob")]
         free = [slot for slot in self.closed(harness, data.draw(st.permutations(range(SLOTS)))) if slot >= 0]
         slots = [free.pop() if free and data.draw(st.booleans(), label="wanted") else -1 for _ in models]
         harness.cache.import_(slots, blob)
@@ -243,7 +244,7 @@ class Lives(RuleBasedStateMachine):
     def import_damaged(self, data, side):
         """A blob that is not whole is refused whole."""
         harness = self.sides[side]
-        blob, models = data.draw(st.sampled_from(self.away), label="blob")
+        blob, models = self.away[data.draw(st.integers(0, len(self.away) - 1), label="blob")]
         damaged = bytearray(blob)
         place = data.draw(st.integers(0, len(blob) - 1), label="place")
         if data.draw(st.booleans(), label="truncated"):
@@ -274,7 +275,7 @@ class Lives(RuleBasedStateMachine):
     @rule(data=st.data())
     def misuse(self, data):
         """What must not happen before the commit is refused by name in debug mode, and changes nothing."""
-        harness, rows, _, _ = data.draw(st.sampled_from(self.waiting), label="step")
+        harness, rows, _, _ = self.waiting[data.draw(st.integers(0, len(self.waiting) - 1), label="step")]
         busy = sorted(self.open(harness) & {slot for slot, _ in rows})
         if not busy:
             return

@@ -3,7 +3,7 @@
 struct Row {
   long long slot;   // negative: padding
   int tokens;       // T_r
-  int padded;       // output rows to zero after the row's tokens
+  int padded;       // end of the output rows to zero after the row's tokens
   long long batch;  // index along the row axis of the inputs
   int start, history;
   int seen;  // history and the step's own tokens
@@ -33,6 +33,7 @@ static Row read_row(const Params* p, long long r) {
   row.flush = false;
   if (row.slot < 0) {
     row.tokens = 0;
+    if (p->keep_padding) row.padded = 0;
     return row;
   }
   row.start = at<const int>(p->ring_start, 0)[row.slot];

@@ -78,7 +78,7 @@ __device__ __forceinline__ Row load_row(const Params& p, int row) {
   r.first = cu_seqlens ? cu_seqlens[row] : row;
   const int tokens = count_tokens(p, row);
   r.tokens = r.slot < 0 || p.fold_only ? 0 : tokens;
-  r.width = p.fold_only ? 0 : cu_seqlens ? tokens : p.tokens;
+  r.width = p.fold_only || (r.slot < 0 && p.keep_padding) ? 0 : cu_seqlens ? tokens : p.tokens;
   r.start = r.slot < 0 ? 0 : static_cast<const int*>(p.ring_start)[r.slot];
   r.history = r.slot < 0 ? 0 : static_cast<const int*>(p.history)[r.slot];
   r.folds = r.slot >= 0 && is_folding(p, r.tokens, r.history);

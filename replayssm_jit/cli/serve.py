@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import random
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any
 
 import torch
 
@@ -24,8 +22,6 @@ from .trace import Request, Server
 #: Root-mean-square relative error of rounding to a dtype (for fp32: of a recurrence's sums in it).
 _ROUNDING = {torch.float32: 1e-6, torch.float16: 2.5e-4, torch.bfloat16: 2e-3}
 _SAMPLED_HEADS = 4
-#: Inputs that the reference calls by the letters of its formulas.
-_REFERENCE_NAMES = {"g": "a", "beta": "b"}
 
 
 def output_bound(spec: ReplaySpec) -> float:
@@ -269,12 +265,6 @@ class _SampledHead:
         self._index = {"H": slice(head, head + 1), "G": slice(group := head * spec.groups_ // spec.heads, group + 1)}
         weights = phase.weights[self.layer]
         self._weights = {w.name: weights[w.name][self._index[w.dims[0]]] for w in spec.weights if w.name in weights}
-        self._recurrence = getattr(reference, f"{spec.family}_recurrence")
-        accepted = inspect.signature(self._recurrence).parameters
-        self._options: dict[str, Any] = {name: getattr(spec, name) for name in accepted if hasattr(spec, name)}
-        self._names = {
-            i.name: i.name if i.name in accepted and i.name not in self._options else _REFERENCE_NAMES[i.name] for i in spec.inputs
-        }
         self._outer = {i.name: i.outer for i in spec.inputs}
 
     def load(self, layer: int, slot: int, state: torch.Tensor) -> None:
@@ -284,7 +274,7 @@ class _SampledHead:
 
     def step(self, row: int, inputs: dict[str, torch.Tensor], out: torch.Tensor, accepted: int) -> torch.Tensor:
         """Relative error of the new tokens' outputs; afterwards the accepted ones count."""
-        tokens = {self._names[name]: x[row][:, self._index[self._outer[name]]] for name, x in inputs.items()}
+        tokens = {name: x[row][:, self._index[self._outer[name]]] for name, x in inputs.items()}
         want, _ = self._apply(tokens)
         got = out[row][:, self._index["H"]].double()
         _, self._state = self._apply({name: x[:accepted] for name, x in tokens.items()})
@@ -292,8 +282,7 @@ class _SampledHead:
         return error.nan_to_num(torch.inf)
 
     def _apply(self, tokens: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        out: tuple[torch.Tensor, torch.Tensor] = self._recurrence(**tokens, state=self._state, **self._weights, **self._options)
-        return out
+        return reference.recurrence(self.spec, tokens, self._weights, self._state)
 
 
 def _microseconds(device: torch.device, parts: tuple[Callable[[], None], ...]) -> list[float]:
