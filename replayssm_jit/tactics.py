@@ -43,7 +43,8 @@ def shared_memory(spec: ReplaySpec) -> SharedMemory:
         head = ring * value_row + coefficients + (2 * ring + 2 * tokens + length + 2) * 4
         return SharedMemory(_round_up(fixed, 16), _round_up(head, 16))
 
-    fold = length * (_round_up(length, 8) + 2 + 3) * 4
+    fold_rows = _round_up(length, 8)
+    fold = (fold_rows * (_round_up(fold_rows - 8, 16) + 8) + 3 * length) * 4
     values = _round_up(max(ring * value_row, fold), 4)
     factors = (2 * tokens * tokens + 3 * tokens) * 4
     if spec.family == "gdn":
@@ -53,7 +54,7 @@ def shared_memory(spec: ReplaySpec) -> SharedMemory:
 
     split_row, float_row = (spec.state_dim + 8) * 2, (spec.state_dim + 4) * 4
     step = terms * 2 * tokens * split_row + max(terms * (2 * tokens + _round_up(length, 8)) * split_row, 2 * coefficients)
-    columns = max(step, 2 * length * (3 * split_row if length <= 32 else float_row))
+    columns = max(step, length * (float_row + (3 * split_row if length <= 32 else float_row)))
     rest = 2 * tokens * gram_row + (tokens * spec.state_dim + spec.state_dim + ring + tokens) * 4
     return SharedMemory(_round_up(_round_up(columns + (tokens + ring) * row + values + factors, 8) + rest, 16), 0)
 

@@ -38,6 +38,15 @@ __device__ __forceinline__ void load_words(u32 (&out)[WORDS], const void* from) 
   }
 }
 
+template <int VEC>
+__device__ __forceinline__ void load_floats(float (&out)[VEC], const float* from) {
+#pragma unroll
+  for (int i = 0; i < VEC; i += 4) {
+    const float4 v = *reinterpret_cast<const float4*>(from + i);
+    out[i] = v.x, out[i + 1] = v.y, out[i + 2] = v.z, out[i + 3] = v.w;
+  }
+}
+
 // Rows of activations in shared memory, PITCH apart: exact operands, split into bf16 terms as they are read.
 struct ActRows {
   static constexpr int TERMS = ACT_TERMS;
@@ -63,6 +72,22 @@ struct ActRows {
       for (int i = 0; i < VEC / 2; ++i) out.put(i, low_fp16(raw[i]), high_fp16(raw[i]));
     }
   }
+
+  static constexpr bool EXACT = sizeof(Act) == 2;  // as tf32
+  template <int VEC>
+  __device__ void floats(float (&out)[VEC], int column) const {
+    if constexpr (sizeof(Act) == 4) {
+      load_floats(out, reinterpret_cast<const float*>(at) + column);
+    } else {
+      u32 raw[VEC / 2];
+      load_words(raw, at + column);
+#pragma unroll
+      for (int i = 0; i < VEC / 2; ++i) {
+        out[2 * i] = ACT_TERMS == 1 ? low_bf16(raw[i]) : low_fp16(raw[i]);
+        out[2 * i + 1] = ACT_TERMS == 1 ? high_bf16(raw[i]) : high_fp16(raw[i]);
+      }
+    }
+  }
 };
 
 // Rows of floats in shared memory, FLOAT_PITCH apart, split into three terms as they are read.
@@ -81,6 +106,12 @@ struct FloatRows {
       out.put(i / 2, v.x, v.y);
       out.put(i / 2 + 1, v.z, v.w);
     }
+  }
+
+  static constexpr bool EXACT = false;
+  template <int VEC>
+  __device__ void floats(float (&out)[VEC], int column) const {
+    load_floats(out, at + column);
   }
 };
 
@@ -187,22 +218,23 @@ __device__ __forceinline__ void prefetch_planes(const char* lane_row, i64 plane,
     if (line + lane < 16 * STATE_PITCH / 128) prefetch(unit + (line + lane) * 128);
 }
 
-// Gram tile: up to 16 queries (8 unless WIDE) against 8 keys, over N columns: gram[query * pitch + key], for queries below
-// `queries` only. Queries are the rows of A, so a lane ends with two neighbouring keys of one query.
-// Three orders of terms, because norms and the exact fold rest on it.
-template <bool WIDE, typename Queries, typename Keys>
-__device__ __forceinline__ void gram_tile(float* gram, int pitch, Queries query_rows, int queries, Keys key_rows, int lane) {
-  constexpr int VEC = 8, TERMS = Queries::TERMS;
+// Gram tile: up to 16 queries (8 unless WIDE) against 8 keys, over N columns. `query_row(i)` is the row of query i, `to(i)` where its
+// eight products go, null where they are of no use. Queries are the rows of A, so a lane ends with two neighbouring keys of one
+// query. Three orders of terms, because norms and the exact fold rest on it.
+template <bool WIDE, typename QueryRow, typename Keys, typename To>
+__device__ __forceinline__ void gram_tile(QueryRow query_row, Keys key_rows, To to, int lane) {
+  constexpr int VEC = 8;
   float acc[4] = {};
   const Keys key_row = key_rows.row(lane / 4);
-  const Queries query_row = query_rows.row(min(lane / 4, queries - 1)), query_row_8 = query_rows.row(min(8 + lane / 4, queries - 1));
+  const auto query_row_0 = query_row(lane / 4), query_row_8 = query_row(8 + lane / 4);
+  constexpr int TERMS = decltype(query_row(0))::TERMS;
 #pragma unroll 4
   for (int run = 0; run < N / (4 * VEC); ++run) {
     const int column = (run * 4 + lane % 4) * VEC;
     Run<VEC, Keys::TERMS> key;
     Run<VEC, TERMS> query, query_8;
     key_row.load(key, column);
-    query_row.load(query, column);
+    query_row_0.load(query, column);
     if constexpr (WIDE) query_row_8.load(query_8, column);
 #pragma unroll
     for (int s = 0; s < VEC / 4; ++s) {
@@ -217,34 +249,34 @@ __device__ __forceinline__ void gram_tile(float* gram, int pitch, Queries query_
     }
   }
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int query = lane / 4 + i / 2 * 8;
-    if (query < queries) gram[query * pitch + 2 * (lane % 4) + i % 2] = acc[i];
-  }
+  for (int half = 0; half <= int(WIDE); ++half)
+    if (float* gram = to(lane / 4 + half * 8)) gram[2 * (lane % 4)] = acc[2 * half], gram[2 * (lane % 4) + 1] = acc[2 * half + 1];
 }
 
-// Coefficients of the ring's values for every new token, as bf16 terms of pairs of entries: the B fragments of the ring's product.
+// Coefficients of the ring's values in ROWS columns, as bf16 terms of pairs of entries: the B fragments of the ring's product.
+template <int ROWS>
 struct Coefficients {
   static constexpr int TERMS = ACT_TERMS == 3 ? 3 : 2;  // outputs are rounded to the activations' precision anyway
   static constexpr int ROW = ENTRIES / 2 + 4;           // rows 20 banks apart (or 12, 28): conflict-free
-  u32 pair[TERMS][MAX_TOKENS][ROW];
+  u32 pair[TERMS][ROWS][ROW];
 
-  __device__ void put(int token, int first_entry, float low, float high) {
+  __device__ void put(int row, int first_entry, float low, float high) {
     u32 terms[TERMS];
     split(low, high, terms);
 #pragma unroll
-    for (int n = 0; n < TERMS; ++n) pair[n][token][first_entry / 2] = terms[n];
+    for (int n = 0; n < TERMS; ++n) pair[n][row][first_entry / 2] = terms[n];
   }
 
-  // acc[q] += coefficients of entries 16 step .. 16 step + 15 times their values, whose A fragment is given.
-  template <int Q>
-  __device__ void multiply(float (&acc)[Q][4], const u32 (&values)[ACT_TERMS][4], int step, int lane) const {
+  // acc[q] += coefficients of entries 16 step .. 16 step + 15 times their values, whose A fragment is given; `row(column)` is the row
+  // of a column of the accumulators.
+  template <int Q, typename RowOf>
+  __device__ void multiply(float (&acc)[Q][4], const u32 (&values)[ACT_TERMS][4], int step, int lane, RowOf row) const {
 #pragma unroll
     for (int q = 0; q < Q; ++q) {
-      const int token = min(q * 8 + lane / 4, MAX_TOKENS - 1);
+      const int at = row(q * 8 + lane / 4);
       u32 b[TERMS][2];
 #pragma unroll
-      for (int n = 0; n < TERMS; ++n) b[n][0] = pair[n][token][8 * step + lane % 4], b[n][1] = pair[n][token][8 * step + 4 + lane % 4];
+      for (int n = 0; n < TERMS; ++n) b[n][0] = pair[n][at][8 * step + lane % 4], b[n][1] = pair[n][at][8 * step + 4 + lane % 4];
       mma_terms(acc[q], values, b);
     }
   }
@@ -275,68 +307,62 @@ __device__ __forceinline__ void store_rows(const Act* from, int pitch, int rows,
 
 // The fold of one warp's 16 rows: S <- decay S + sum_j a_j k_j^T, with a_j k_j^T through the matrix units in three bf16 terms
 // (two lose accuracy in the state) and the sum with S in fp32, because the matrix units truncate when they add.
-// `factors` holds a_j as A fragments of FOLD_STEPS steps of 16 entries; rows of keys from `history` on may hold anything.
-// `decay(column)` is a factor of a column of the state.
 constexpr int FOLD_STEPS = (BUFFER_LEN + 15) / 16;
-constexpr int FOLD_BATCH = 2;  // runs of a row in flight at once: a whole 128-byte line
+constexpr int FOLD_BATCH = 2;  // runs of a row in flight at once where they do not stay: a whole 128-byte line
 constexpr int WHOLE_RUNS = N / (4 * Whole::VEC);
 
-struct WholeBatch {
-  u32 raw[FOLD_BATCH][2][Whole::LOADS][4];
+// Some runs of a lane's two rows, as they lie in memory.
+template <int RUNS>
+struct WholeRuns {
+  u32 raw[RUNS][2][Whole::LOADS][4];
 
   __device__ void load(const char* lane_row, int first) {
 #pragma unroll
-    for (int i = 0; i < FOLD_BATCH; ++i)
+    for (int i = 0; i < RUNS; ++i)
 #pragma unroll
       for (int row = 0; row < 2; ++row) Whole::load(raw[i][row], lane_row + (first + i) * RUN_BYTES + row * 8 * STATE_PITCH, PLANE_BYTES);
     __syncwarp();  // all loads first: one that sinks below the store of its line's other half waits for that store
   }
+  __device__ void decode(float (&value)[Whole::VEC], int i, int row) const { Whole::decode(value, raw[i][row]); }
 };
 
-template <typename Keys, typename Decay>
-__device__ __forceinline__ void fold(char* lane_row, const Decay& decay, const u32 (&factors)[FOLD_STEPS][3][4], Keys keys, int history,
-                                     int lane) {
+// Fold into some runs, whose present values `decode(out, i, row)` gives. `factors` holds a_j as A fragments of FOLD_STEPS steps of 16
+// entries, zero from `history` on. `decay(column)` is a factor of a column of the state.
+template <int RUNS, typename Decode, typename Decay, typename Keys>
+__device__ __forceinline__ void fold_runs(char* lane_row, int first, const Decode& decode, const Decay& decay,
+                                          const u32 (&factors)[FOLD_STEPS][3][4], Keys keys, int history, int lane) {
   constexpr int VEC = Whole::VEC;
   const u32 select = lane / 4 & 1 ? 0x7632 : 0x5410;
-#pragma unroll 1
-  for (int first = 0; first < WHOLE_RUNS; first += FOLD_BATCH) {
-    WholeBatch whole;
-    whole.load(lane_row, first);
 #pragma unroll
-    for (int i = 0; i < FOLD_BATCH; ++i) {
-      float delta[VEC / 2][4] = {};
+  for (int i = 0; i < RUNS; ++i) {
+    float delta[VEC / 2][4] = {};
 #pragma unroll
-      for (int s = 0; s < FOLD_STEPS; ++s) {
-        if (16 * s >= history) break;
-        Run<VEC, Keys::TERMS> key[4];
+    for (int s = 0; s < FOLD_STEPS; ++s) {
+      if (16 * s >= history) break;
+      Run<VEC, Keys::TERMS> key[4];
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const int entry = 16 * s + 2 * (lane % 4) + e / 2 * 8 + e % 2;
-          if (entry < history)
-            keys.row(entry).load(key[e], ((first + i) * 4 + lane / 8) * VEC);
-          else
-            key[e].clear();
-        }
-#pragma unroll
-        for (int q = 0; q < VEC / 2; ++q) {
-          u32 b[Keys::TERMS][2];
-#pragma unroll
-          for (int n = 0; n < Keys::TERMS; ++n) {
-            b[n][0] = __byte_perm(key[0].pair[n][q], key[1].pair[n][q], select);
-            b[n][1] = __byte_perm(key[2].pair[n][q], key[3].pair[n][q], select);
-          }
-          mma_terms(delta[q], factors[s], b);
-        }
+      for (int e = 0; e < 4; ++e) {
+        const int entry = 16 * s + 2 * (lane % 4) + e / 2 * 8 + e % 2;
+        keys.row(min(entry, history - 1)).load(key[e], ((first + i) * 4 + lane / 8) * VEC);
       }
 #pragma unroll
-      for (int row = 0; row < 2; ++row) {
-        float value[VEC];
-        Whole::decode(value, whole.raw[i][row]);
+      for (int q = 0; q < VEC / 2; ++q) {
+        u32 b[Keys::TERMS][2];
 #pragma unroll
-        for (int e = 0; e < VEC; ++e)
-          value[e] = fmaf(value[e], decay(((first + i) * 4 + lane % 4) * VEC + e), delta[e / 2][row * 2 + e % 2]);
-        Whole::store(lane_row + (first + i) * RUN_BYTES + row * 8 * STATE_PITCH, PLANE_BYTES, value);
+        for (int n = 0; n < Keys::TERMS; ++n) {
+          b[n][0] = __byte_perm(key[0].pair[n][q], key[1].pair[n][q], select);
+          b[n][1] = __byte_perm(key[2].pair[n][q], key[3].pair[n][q], select);
+        }
+        mma_terms(delta[q], factors[s], b);
       }
+    }
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      float value[VEC];
+      decode(value, i, row);
+#pragma unroll
+      for (int e = 0; e < VEC; ++e) value[e] = fmaf(value[e], decay(((first + i) * 4 + lane % 4) * VEC + e), delta[e / 2][row * 2 + e % 2]);
+      Whole::store(lane_row + (first + i) * RUN_BYTES + row * 8 * STATE_PITCH, PLANE_BYTES, value);
     }
   }
 }

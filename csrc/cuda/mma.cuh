@@ -12,6 +12,43 @@ __device__ __forceinline__ void mma(float (&acc)[4], const u32 (&a)[4], u32 b0, 
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// m16n8k8 on floats of which the matrix units read 11 bits of mantissa (tf32). With the order of k chosen so that a lane's two
+// elements are neighbours: A registers are (row g, even), (row g + 8, even), (row g, odd), (row g + 8, odd), B the same of column g.
+__device__ __forceinline__ void mma_tf32(float (&acc)[4], const float (&a)[4], const float (&b)[2]) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 { %0, %1, %2, %3}, { %4, %5, %6, %7}, { %8, %9}, { %0, %1, %2, %3};"
+      : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
+      : "r"(__float_as_uint(a[0])), "r"(__float_as_uint(a[1])), "r"(__float_as_uint(a[2])), "r"(__float_as_uint(a[3])),
+        "r"(__float_as_uint(b[0])), "r"(__float_as_uint(b[1])));
+}
+
+// Floats as a sum of two of tf32: the upper one rounded to nearest, so that all but the last bit of the rest fits the lower one.
+template <int COUNT>
+__device__ __forceinline__ void split_tf32(const float (&value)[COUNT], float (&upper)[COUNT], float (&lower)[COUNT]) {
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) {
+    upper[i] = __uint_as_float((__float_as_uint(value[i]) + 0x1000u) & 0xffffe000u);
+    lower[i] = value[i] - upper[i];
+  }
+}
+
+// A product of floats, without that of the two lower parts: `sum` takes the upper products, `small` the others, because the matrix
+// units truncate when they add. An EXACT b is its own upper part.
+template <bool EXACT>
+__device__ __forceinline__ void mma_floats(float (&sum)[4], float (&small)[4], const float (&a)[4], const float (&b)[2]) {
+  float a_upper[4], a_lower[4];
+  split_tf32(a, a_upper, a_lower);
+  if constexpr (EXACT) {
+    mma_tf32(sum, a_upper, b);
+    mma_tf32(small, a_lower, b);
+  } else {
+    float b_upper[2], b_lower[2];
+    split_tf32(b, b_upper, b_lower);
+    mma_tf32(sum, a_upper, b_upper);
+    mma_tf32(small, a_upper, b_lower);
+    mma_tf32(small, a_lower, b_upper);
+  }
+}
+
 // The product of two sums of bf16 terms: pairs of terms of order 0 .. ORDERS - 1, by default without those that lie below the
 // precision of the longer sum.
 template <int ORDERS = 0, int A_TERMS, int B_TERMS>
@@ -39,6 +76,12 @@ __device__ __forceinline__ void copy_async(void* to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
 }
 __device__ __forceinline__ void copy_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// The same number, of which the compiler knows nothing: what is computed from it stays in its loop, where it does not hold registers.
+__device__ __forceinline__ int opaque(int value) {
+  asm volatile("mov.b32 %0, %0;" : "+r"(value));
+  return value;
+}
 
 // The state streams past the caches once a step: it must not push the ring out of L1.
 __device__ __forceinline__ void load_streaming(u32 (&out)[4], const void* from) {

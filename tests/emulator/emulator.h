@@ -199,6 +199,10 @@ inline uint16_t to_bf16(float v) {
   if (v != v) return 0x7fff;
   return (b + 0x7fff + (b >> 16 & 1)) >> 16;
 }
+inline float truncated(double sum) {
+  const float rounded = float(sum);
+  return std::fabs(double(rounded)) > std::fabs(sum) && std::isfinite(sum) ? std::nextafter(rounded, 0.f) : rounded;
+}
 inline float low(uint32_t pair) { return value(pair << 16); }
 inline float high(uint32_t pair) { return value(pair & 0xffff0000u); }
 
@@ -300,9 +304,22 @@ inline void ptx_mma_sync_aligned_m16n8k16_row_col_f32_bf16_bf16_f32(float& c0, f
         sum += double(emulator::low(a)) * emulator::low(b);
         sum += double(emulator::high(a)) * emulator::high(b);
       }
-    float rounded = float(sum);
-    if (std::fabs(double(rounded)) > std::fabs(sum) && std::isfinite(sum)) rounded = std::nextafter(rounded, 0.f);
-    *c[i] = rounded;
+    *c[i] = emulator::truncated(sum);
+  }
+}
+
+inline void ptx_mma_sync_aligned_m16n8k8_row_col_f32_tf32_tf32_f32(float& c0, float& c1, float& c2, float& c3, uint32_t a0, uint32_t a1, uint32_t a2,
+                                                                   uint32_t a3, uint32_t b0, uint32_t b1) {
+  const int lane = emulator::self->lane, row = lane / 4, column = lane % 4 * 2;
+  const emulator::Slot* slots = emulator::meet("mma.tf32", {{a0, a1, a2, a3, b0, b1}});
+  const auto read = [](uint64_t word) { return double(emulator::value(uint32_t(word) & 0xffffe000u)); };
+  float* c[4] = {&c0, &c1, &c2, &c3};
+  for (int i = 0; i < 4; ++i) {
+    double sum = *c[i];
+    for (int quad = 0; quad < 4; ++quad)
+      for (int half = 0; half < 2; ++half)
+        sum += read(slots[row * 4 + quad].words[half * 2 + i / 2]) * read(slots[(column + i % 2) * 4 + quad].words[4 + half]);
+    *c[i] = emulator::truncated(sum);
   }
 }
 
@@ -334,4 +351,5 @@ inline void ptx_ld_global_v4_u32(uint32_t& r0, uint32_t& r1, uint32_t& r2, uint3
 inline void ptx_ld_global_L1_no_allocate_v4_u32(uint32_t& r0, uint32_t& r1, uint32_t& r2, uint32_t& r3, const void* from) {
   ptx_ld_global_v4_u32(r0, r1, r2, r3, from);
 }
+inline void ptx_mov_b32(int&) {}
 inline void ptx_prefetch_global_L2(const void*) {}
