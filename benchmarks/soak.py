@@ -52,8 +52,6 @@ SHAPES: dict[str, dict[str, dict[str, int]]] = {
         "kda": {"heads": 32, "key_heads": 32, "head_dim": 128, "state_dim": 128},
     },
 }
-#: What has no effect on a state: a step size of 0 in Mamba-2, no decay and beta = 0 in a delta rule.
-_GATES = {"mamba2": ("dt",), "gdn": ("g", "beta"), "kda": ("g", "beta")}
 
 
 @dataclass
@@ -288,28 +286,20 @@ class Soak:
     def _refer(
         self, rows: list[Life | None], counts: list[int], inputs: list[dict[str, torch.Tensor]], outputs: list[torch.Tensor]
     ) -> None:
-        """The reference over the accepted tokens of all rows at once: rows are further heads, other tokens change nothing."""
-        live = [row for row, life in enumerate(rows) if life is not None]
-        lines = torch.tensor([rows[row].line for row in live], dtype=torch.int64, device=self.device)  # type: ignore[union-attr]
-        chosen = torch.tensor(live, dtype=torch.int64, device=self.device)
-        accepted = torch.tensor([counts[row] for row in live], device=self.device)
-        most = int(max(counts[row] for row in live))
-        if not most:
-            return
-        kept = torch.arange(most, device=self.device)[:, None] < accepted  # [T, rows]
-        for layer in self.layers:
-            tokens = {name: x[chosen, :most].transpose(0, 1) for name, x in inputs[layer].items()}  # [T, rows, outer, inner]
-            for name in _GATES[self.spec.family]:
-                gate = tokens[name]
-                tokens[name] = gate.masked_fill(~kept.reshape(*kept.shape, *[1] * (gate.dim() - 2)), -torch.inf)
-            tokens = {name: x.flatten(1, 2) for name, x in tokens.items()}
-            weights = {name: w.repeat(len(live), *[1] * (w.dim() - 1)) for name, w in self.weights[layer].items()}
-            y, state = reference.recurrence(self.spec, tokens, weights, self.wanted[layer][lines].flatten(0, 1))
-            self.wanted[layer][lines] = state.unflatten(0, (len(live), -1))
-            y = y.unflatten(1, (len(live), -1))
-            error = outputs[layer][chosen, :most].transpose(0, 1).double() - y
-            for i, values in enumerate((error, y)):
-                self.squares[layer][i].index_add_(0, lines, (values.square().sum((2, 3)) * kept).sum(0))
+        """The reference over the accepted tokens, of all rows at once: rows are further heads."""
+        for t in range(max(counts)):
+            kept = [(row, life.line) for row, (life, count) in enumerate(zip(rows, counts, strict=True)) if life is not None and count > t]
+            if not kept:
+                return
+            chosen, lines = torch.tensor(kept, dtype=torch.int64, device=self.device).T
+            for layer in self.layers:
+                tokens = {name: x[chosen, t].flatten(0, 1)[None] for name, x in inputs[layer].items()}
+                weights = {name: w.repeat(len(kept), *[1] * (w.dim() - 1)) for name, w in self.weights[layer].items()}
+                y, state = reference.recurrence(self.spec, tokens, weights, self.wanted[layer][lines].flatten(0, 1))
+                self.wanted[layer][lines] = state.unflatten(0, (len(kept), -1))
+                y = y[0].unflatten(0, (len(kept), -1))
+                for sums, values in zip(self.squares[layer], (outputs[layer][chosen, t].double() - y, y), strict=True):
+                    sums.index_add_(0, lines, values.square().sum((1, 2)))
 
     def _on_device(self, values: list[int | None]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.device)

@@ -478,7 +478,7 @@ class Harness:
         return outputs
 
     def plan(self, rows, mode: str, width: int = 1, trees: list[list[int]] | None = None) -> None:
-        self.planned = (rows, mode)
+        self.planned = (rows, mode, width, trees)
         slots = torch.tensor([s for s, _ in rows], dtype=torch.int32, device=self.device)
         lengths = torch.tensor([t for _, t in rows], dtype=torch.int32)
         parents = None if trees is None else self.parents(trees, mode, width)
@@ -532,9 +532,10 @@ class Harness:
         """Ring entries of every accepted path lie together, bit for bit, and nothing else has changed."""
         for was, now in zip(before, self.cache.layers, strict=True):
             for (slot, t), path in zip(rows, accepted, strict=True):
-                model = self.slots[slot]
-                first = model.ring_start + model.history
-                for to, node in enumerate(kept_nodes(path, t) if self.live(slot) else []):
+                if not self.live(slot):
+                    continue
+                first = self.slots[slot].ring_start + self.slots[slot].history
+                for to, node in enumerate(kept_nodes(path, t)):
                     for name, tensor in was.items():
                         if name != "state":
                             tensor[slot][:, (first + to) % self.spec.ring_len] = tensor[slot][:, (first + node) % self.spec.ring_len]

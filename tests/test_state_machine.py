@@ -6,7 +6,7 @@ commit while other slots run, move and end. ``make fuzz`` goes on for longer, wi
 
 import pytest
 import torch
-from harness import DTYPES, FAMILIES, Harness, bits, dense, projection_views, same_bits, small_spec, with_format
+from harness import DTYPES, FAMILIES, Harness, bits, dense, kept_nodes, path_to, projection_views, same_bits, small_spec, with_format
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
@@ -90,13 +90,31 @@ class Lives(RuleBasedStateMachine):
 
     # ---- steps ------------------------------------------------------------------------------------------------------
 
-    @rule(data=st.data(), side=either, mode=st.sampled_from(["fixed", "padded", "packed"]), layout=st.sampled_from([*LAYOUTS]))
-    def step(self, data, side, mode, layout):
+    def trees(self, data, rows):
+        """Parents of every row's tokens."""
+        return [[data.draw(st.integers(-1, t - 1), label="parent") for t in range(count)] for _, count in rows]
+
+    def paths(self, data, trees):
+        """Mostly a path of every tree; now and then one that falls, which debug mode would refuse."""
+        chosen = [path_to(tree, data.draw(st.integers(-1, len(tree) - 1), label="node")) for tree in trees]
+        if self.debug or data.draw(st.integers(0, 7), label="possible"):
+            return chosen
+        return [path[::-1] for path in chosen]
+
+    @rule(
+        data=st.data(),
+        side=either,
+        mode=st.sampled_from(["fixed", "padded", "packed"]),
+        layout=st.sampled_from([*LAYOUTS]),
+        drafts=st.sampled_from(["row", "row", "tree"]),
+    )
+    def step(self, data, side, mode, layout, drafts):
         harness = self.sides[side]
         most = harness.spec.max_tokens
         lengths = st.just(data.draw(st.integers(1, most))) if mode == "fixed" else st.integers(0, most)
         harness.layout = LAYOUTS[layout]
-        self.run(data, harness, self.rows(data, harness, lengths), mode)
+        rows = self.rows(data, harness, lengths)
+        self.run(data, harness, rows, mode, self.trees(data, rows) if drafts == "tree" else None)
 
     @precondition(lambda self: not all(harness.planned is None for harness in self.sides))
     @rule(data=st.data(), side=either)
@@ -104,16 +122,17 @@ class Lives(RuleBasedStateMachine):
         """The batch of the last plan again, without a plan."""
         harness = self.sides[side]
         if harness.planned is not None:
-            rows, mode = harness.planned
+            rows, mode, width, trees = harness.planned
             if not self.open(harness) & {slot for slot, t in rows if t}:
-                self.run(data, harness, rows, mode, plan=False)
+                self.run(data, harness, rows, mode, trees, plan=False, width=None if trees is None else width)
 
-    def run(self, data, harness, rows, mode, plan=True):
+    def run(self, data, harness, rows, mode, trees, plan=True, width=None):
         most = harness.spec.max_tokens
-        width = data.draw(st.integers(max(1, *(t for _, t in rows)), most), label="width") if mode == "padded" else None
-        accepted = self.accepted(data, rows)
+        if mode == "padded" and width is None:
+            width = data.draw(st.integers(max(1, *(t for _, t in rows)), most), label="width")
+        accepted = self.accepted(data, rows) if trees is None else self.paths(data, trees)
         late = data.draw(st.booleans(), label="late")
-        harness.step(rows, accepted, mode=mode, width=width, commit=False, plan=plan)
+        harness.step(rows, accepted, mode=mode, width=width, commit=False, plan=plan, trees=trees)
         self.count(plan + harness.num_layers)
         self.waiting.append((harness, *harness.pending))
         if not late:
@@ -128,7 +147,9 @@ class Lives(RuleBasedStateMachine):
     def commit(self, which):
         harness, rows, accepted, fresh = self.waiting.pop(which)
         harness.commit(rows, accepted, fresh)
-        if any(harness.live(slot) and not 0 <= a <= t for (slot, t), a in zip(rows, accepted, strict=True)):
+        given = [a if isinstance(a, int) else len(a) for a in accepted]
+        kept = [len(kept_nodes(a, t)) for (_, t), a in zip(rows, accepted, strict=True)]
+        if any(harness.live(slot) and a != b for (slot, _), a, b in zip(rows, given, kept, strict=True)):
             with pytest.raises(RuntimeError, match="num_accepted"):
                 harness.cache.check()
         harness.cache.check()
@@ -142,13 +163,15 @@ class Lives(RuleBasedStateMachine):
         harness.plan([(slot, data.draw(lengths, label="tokens")) for slot in data.draw(indices, label="slots")], mode)
         self.count(1)
 
-    @rule(data=st.data(), side=either, commit=st.booleans())
-    def step_as_an_operator(self, data, side, commit):
+    @rule(data=st.data(), side=either, commit=st.booleans(), drafts=st.sampled_from(["row", "row", "tree"]))
+    def step_as_an_operator(self, data, side, commit, drafts):
         """The torch.library form of a step; it is committed by either form."""
         harness = self.sides[side]
         rows = self.rows(data, harness, st.just(data.draw(st.integers(1, harness.spec.max_tokens))))
+        trees = self.trees(data, rows) if drafts == "tree" else None
+        accepted = self.accepted(data, rows) if trees is None else self.paths(data, trees)
         wrapper, harness.wrapper = harness.wrapper, _Operators(harness)
-        harness.step(rows, self.accepted(data, rows), mode="fixed", commit=False)
+        harness.step(rows, accepted, mode="fixed", commit=False, trees=trees)
         self.count(harness.num_layers)
         if not commit:
             harness.wrapper = wrapper
