@@ -22,7 +22,7 @@ from .wrapper import ReplayWrapper
 
 _FORMAT = 1
 _CURSORS = ("ring_start", "history", "position")
-#: Calls that touch cursors at most.
+#: Calls that touch cursors at most; but for a commit of trees, which moves ring entries.
 _NO_STATE = ("plan", "commit", "set_weights")
 _count = itertools.count()
 
@@ -94,7 +94,7 @@ def _inputs(owner: ReplayCache | ReplayWrapper, name: str, args: tuple[Any, ...]
     plan = owner.planned if isinstance(owner, ReplayWrapper) else None
     slots = _named_slots(cache, [plan["slots"]] if name == "run" and plan else [named.get(k) for k in ("slots", "source", "destination")])
     layers = range(len(cache.layers))
-    if name in _NO_STATE:
+    if name in _NO_STATE and named.get("accepted") is None:
         layers = range(0)
     elif "layer" in named:
         layers = range(named["layer"], named["layer"] + 1) if named["layer"] in layers else range(0)

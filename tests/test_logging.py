@@ -109,6 +109,30 @@ def test_a_failed_run_is_repeated(family, mode, level, tmp_path, capsys, device)
     assert f"ReplayWrapper.run passed, which returned torch.bfloat16{list(want.shape)}" in capsys.readouterr().out
 
 
+def test_a_commit_of_trees_is_repeated(level, tmp_path, device):
+    """Its file holds the rings whose entries it moves."""
+    level(2)
+    harness = lived("gdn", device)
+    harness.step([(3, 4), (1, 4)], trees=[[-1, 0, 0, 2]] * 2, commit=False)
+    cache, index = harness.cache, {"dtype": torch.int32, "device": device}
+
+    def fail(rows, **values):
+        raise RuntimeError("the device has left")
+
+    cache.prepare_paths().launch = fail
+    with pytest.raises(RuntimeError, match="the device has left"):
+        harness.wrapper.commit(
+            torch.tensor([3, 1], **index), 4, torch.tensor([3, 1], **index), accepted=torch.tensor([[0, 2, 3]] * 2, **index)
+        )
+    (path,) = files(tmp_path)
+    held = dump.load(str(path))
+    assert held["slots"] == [1, 3]
+    for layer, tensors in enumerate(cache.layers):
+        assert all(torch.equal(held["layers"][layer][name], dump.bit_view(tensor)[[1, 3]].cpu()) for name, tensor in tensors.items())
+    level(0)
+    dump.rerun(str(path))
+
+
 def test_calls_that_are_refused(level, tmp_path, capsys, device):
     """Every logged call: repeated from its file, it is refused in the same words."""
     level(2)
