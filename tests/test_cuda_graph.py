@@ -10,7 +10,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 ROWS, LAYERS, SLOTS = 4, 3, 6
 MODES = ("fixed", "lengths", "packed")
-TREES = ("fixed", "packed")
 
 
 class CapturedStep:
@@ -113,7 +112,7 @@ def test_captured_step(family, mode):
     harness.finish()
 
 
-@pytest.mark.parametrize("mode", TREES)
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_captured_trees(family, mode):
     """Trees and paths are as much the replay's as slots are; their form is frozen like that of the lengths."""
