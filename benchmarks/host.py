@@ -2,12 +2,14 @@
 
 Launches are replaced by nothing, so what is left is what Python does: validation by signature, packing, allocation of outputs. On a CUDA
 device the same calls are timed with their launches too, on shapes so small that the queue never fills; an element-wise torch
-operation stands beside them as a scale.
+operation stands beside them as a scale. Of each call the torch operators are counted, without which it allocates no tensor, and what
+Python's allocator has kept after a thousand calls.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import platform
 import statistics
@@ -19,6 +21,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from replayssm_jit import Mamba2Spec, ReplayCache, ReplayWrapper, jit, synthetic
 
@@ -34,6 +37,29 @@ def microseconds(call: Callable[[], object], calls: int = 500, repeats: int = 11
         if torch.cuda.is_available():
             torch.cuda.synchronize()
     return statistics.median(samples[1:])
+
+
+class Operators(TorchDispatchMode):
+    """Counts the torch operators of a block."""
+
+    count = 0
+
+    def __torch_dispatch__(self, operator: object, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
+        self.count += 1
+        return operator(*args, **(kwargs or {}))
+
+
+def allocations(call: Callable[[], object], calls: int = 1000) -> dict[str, int]:
+    """Torch operators of one call, and blocks of Python's allocator that many calls leave behind."""
+    call()
+    with Operators() as operators:
+        call()
+    gc.collect()
+    before = sys.getallocatedblocks()
+    for _ in range(calls):
+        call()
+    gc.collect()
+    return {"torch_operators": operators.count, "blocks_kept": max(0, sys.getallocatedblocks() - before)}
 
 
 def operations(device: torch.device, rows: int) -> dict[str, Callable[[], object]]:
@@ -86,11 +112,13 @@ def main() -> None:
         for name, call in calls.items():
             if not name.startswith("torch"):
                 rows[name]["host_us"] = microseconds(call)
+                rows[name] |= allocations(call)
 
-    print(f"{'':24}{'host, us':>10}{'with its launch, us':>22}")
+    print(f"{'':24}{'host, us':>10}{'with its launch, us':>22}{'torch operators':>18}{'blocks kept':>14}")
     for name, row in rows.items():
         host, launched = (f"{row[key]:.1f}" if key in row else "" for key in ("host_us", "launched_us"))
-        print(f"{name:24}{host:>10}{launched:>22}")
+        counts = "".join(f"{row[key]:>{width}}" for key, width in (("torch_operators", 18), ("blocks_kept", 14)) if key in row)
+        print(f"{name:24}{host:>10}{launched:>22}{counts}")
     if arguments.json:
         versions = {"python": platform.python_version(), "torch": torch.__version__}
         result = {"command": " ".join(["python", *sys.argv]), "device": device.type, **versions, "batch": arguments.rows, "rows": rows}

@@ -46,6 +46,7 @@ def test_off_wraps_nothing(level, tmp_path, capsys, device):
     harness = lived("mamba2", device)
     for owner in (harness.cache, harness.wrapper):
         assert not LOGGED[type(owner)] & vars(owner).keys()
+        assert not any(hasattr(getattr(type(owner), name), "__wrapped__") for name in LOGGED[type(owner)])
     assert capsys.readouterr().err == ""
     assert not files(tmp_path)
 
