@@ -6,7 +6,6 @@ Cursors live on the device and are moved by a commit alone, once a step.
 
 from __future__ import annotations
 
-import ctypes
 import json
 from array import array
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,7 @@ import torch
 from . import checks, kernels, logging
 from .blob import bit_view, export_slots, import_slots
 from .jit import env
-from .kernels import COMMIT, FLUSH, RESET, STATE_DTYPES
+from .kernels import COMMIT, FLUSH, MOVE, RESET, STATE_DTYPES
 from .specs import ReplaySpec
 
 Slots = torch.Tensor | Sequence[int]
@@ -65,9 +64,12 @@ class ReplayCache:
         self._trees: dict[int, list[int]] = {}  # debug mode: parents of the nodes that they ran
         self._cursors = kernels.CursorKernel(self.device)
         self._state = kernels.StateKernel(spec, self.device)
-        self._step: kernels.StepKernel | None = None
         self._compact: kernels.CompactKernel | None = None
-        logging.attach(self, ("set_weights", "reset", "load_state", "read_state", "flush", "copy_slots", "export", "import_"))
+        self._fold_kernel: kernels.FoldKernel | None = None
+        self._fold_weights: list[dict[str, torch.Tensor] | None] = []
+        logging.attach(
+            self, ("set_weights", "reset", "load_state", "read_state", "flush", "materialize", "copy_slots", "export", "import_")
+        )
 
     # ---- construction -------------------------------------------------------------------------------------------
 
@@ -210,7 +212,8 @@ class ReplayCache:
         slots : torch.Tensor or sequence of int
             int32 ``[n]``; negative entries are skipped.
         state : torch.Tensor
-            ``[n, H, P, N]`` (``layout="vk"``) or ``[n, H, N, P]`` (``"kv"``), float32, bfloat16 or float16, any strides.
+            ``[n, H, P, N]`` (``layout="vk"``) or ``[n, H, N, P]`` (``"kv"``), float32, bfloat16 or float16, any strides. It may lie in
+            the slots' own memory, where a prefill has worked on it as plain float32.
         layout : {"vk", "kv"}
             Which of the state's two dimensions is innermost; transformers and flash-linear-attention keep "kv".
         positions : torch.Tensor, optional
@@ -223,6 +226,8 @@ class ReplayCache:
             checks.vector("positions", positions, index.numel(), torch.int64, self.device)
             if self.watching and int(positions.min()) < 0:
                 raise ValueError(f"positions must not be negative, got {int(positions.min())} in row {int(positions.argmin())}")
+        if _overlap(view, self.layers[layer]["state"]):
+            view = view.clone()  # planes of one slot would be written over elements that another one still reads
         self._launch_state(self.layers[layer], index, view)
         self._launch_cursors(index, RESET, positions=positions)
 
@@ -236,7 +241,8 @@ class ReplayCache:
         slots : torch.Tensor or sequence of int
             int32 ``[n]``; rows of negative entries are left as they are (zero in a fresh ``out``).
         out : torch.Tensor, optional
-            Where to write: ``[n, H, P, N]`` (``"vk"``) or ``[n, H, N, P]`` (``"kv"``), float32, bfloat16 or float16.
+            Where to write: ``[n, H, P, N]`` (``"vk"``) or ``[n, H, N, P]`` (``"kv"``), float32, bfloat16 or float16. It may be the
+            slots' own memory, for a prefill to work on; they are no checkpoints then until :meth:`load_state` takes them back.
         layout : {"vk", "kv"}
             Layout of ``out``.
 
@@ -250,7 +256,13 @@ class ReplayCache:
         if out is None:
             shape = self.spec.shape("H", "P", "N") if layout == "vk" else self.spec.shape("H", "N", "P")
             out = torch.zeros(index.numel(), *shape, dtype=torch.float32, device=self.device)
-        self._launch_state(self.layers[layer], index, self._state_view("out", out, index.numel(), layout), store=1)
+        view = self._state_view("out", out, index.numel(), layout)
+        if _overlap(view, self.layers[layer]["state"]):
+            plain = view.clone()
+            self._launch_state(self.layers[layer], index, plain, store=1)
+            view.copy_(plain)
+        else:
+            self._launch_state(self.layers[layer], index, view, store=1)
         return out
 
     def flush(self, slots: Slots) -> None:
@@ -262,16 +274,87 @@ class ReplayCache:
             int32 ``[n]``; negative entries are skipped. Enqueue between a commit and the next run.
         """
         index = self._closed(slots)
-        if self._step is None:
-            self._step = kernels.StepKernel(self.spec, self.device)
-        step = self._step
-        fields, launch = step.plan(index.numel())
-        layers = [self.step_fields(layer) for layer in range(len(self.layers))]
-        buffer = step.params.buffer()
-        for layer_fields in layers:
-            step.params.pack(buffer, **layer_fields, **fields, slots=index.data_ptr(), pad_slot=-1, fold_only=1)
-            launch(ctypes.addressof(buffer))
+        self._fold(index, targets=index)
         self._launch_cursors(index, FLUSH)
+
+    def materialize(
+        self,
+        slots: Slots,
+        positions: torch.Tensor | None = None,
+        *,
+        out: torch.Tensor | Sequence[torch.Tensor] | None = None,
+        index: Slots | None = None,
+        layout: str = "vk",
+        destination: Slots | None = None,
+    ) -> torch.Tensor | Sequence[torch.Tensor] | None:
+        """The true state of slots after a given number of tokens, all layers, by one launch. The slots stay as they are.
+
+        Any boundary between two tokens that the ring still holds can be had: from the checkpoint, ``position[slot]``, to the last
+        committed token, ``position[slot] + history[slot]``. A later flush passes it, so enqueue between a commit and the next run.
+        The state is folded as a flush folds it (``docs/method.md``), in float32, and rounded to where it goes. Nothing waits for the
+        device, and the call may be captured once it has been made outside a capture.
+
+        Parameters
+        ----------
+        slots : torch.Tensor or sequence of int
+            int32 ``[n]``; negative entries are skipped. One slot may be named often, at several positions.
+        positions : torch.Tensor, optional
+            int64 ``[n]``: tokens the state has seen, counted as ``position`` counts them; -1 skips the row. All that is committed
+            when absent. A position outside its slot's range skips the row and is reported by :meth:`check`.
+        out : torch.Tensor or sequence of torch.Tensor, optional
+            Where to write: one tensor ``[layers, n, H, P, N]`` (``layout="vk"``) or ``[layers, n, H, N, P]`` (``"kv"``), or one a
+            layer without the first dimension, all of the same dtype and strides. float32, bfloat16 or float16; any strides.
+        index : torch.Tensor or sequence of int, optional
+            int32 ``[n]``, with ``out``: which element of ``out``'s dimension ``n`` a row goes to, so that ``out`` may be a pool of any
+            size. Negative entries skip the row; none may be named twice.
+        layout : {"vk", "kv"}
+            Layout of ``out``.
+        destination : torch.Tensor or sequence of int, optional
+            int32 ``[n]``, instead of ``out``: slots of this cache that take the states over, as with :meth:`load_state`: checkpoint, empty
+            ring, ``position``. Negative entries skip the row. A row may name its own slot, which then forgets what came after the
+            position; the slot of another row it may not.
+
+        Returns
+        -------
+        torch.Tensor, sequence of torch.Tensor or None
+            ``out``, or a fresh float32 tensor with zeros in the rows that were skipped; None with ``destination``.
+
+        Raises
+        ------
+        ValueError, TypeError
+            An argument has the wrong shape, dtype, device or layout, or excludes another; slots are out of range or repeated
+            (sequences, or in debug mode); in debug mode a position is out of range.
+        RuntimeError
+            A layer's weights are missing; in debug mode a slot has run and was not committed.
+        """
+        source = self._closed(slots, repeats=True)
+        rows = source.numel()
+        if positions is not None:
+            checks.vector("positions", positions, rows, torch.int64, self.device)
+        if destination is not None:
+            if out is not None or index is not None:
+                raise ValueError("destination excludes out and index")
+            targets = self._closed(destination, "destination")
+            checks.same_rows("destination", targets.numel(), "slots", rows)
+            self._check_apart(slots, destination)
+            self._check_positions(source, positions)
+            self._fold(source, positions, targets)
+            self._launch_cursors(source, MOVE, positions, targets)
+            return None
+        if index is not None and out is None:
+            raise ValueError("index needs out")
+        count = None
+        if index is not None and out is not None:
+            count = _pool_size(out)
+            given = self.check_slots(index, "index", limit=count)
+            checks.same_rows("index", len(given), "slots", rows)
+        if out is None:
+            letters = ("H", "P", "N") if layout == "vk" else ("H", "N", "P")
+            out = torch.zeros(len(self.layers), rows, *self.spec.shape(*letters), dtype=torch.float32, device=self.device)
+        views = self._out_views(out, rows if count is None else count, layout)
+        self._check_positions(source, positions)
+        self._fold(source, positions, None if index is None else self.to_device(given), views)
+        return out
 
     def copy_slots(self, source: Slots, destination: Slots) -> None:
         """Copy slots whole, all layers: checkpoint, ring, cursors. Source and copy then go on independently (fork, beam search).
@@ -293,8 +376,7 @@ class ReplayCache:
             In debug mode: a slot has run and was not committed.
         """
         from_index, to_index = self._closed(source, "source", repeats=True), self._closed(destination, "destination")
-        if from_index.numel() != to_index.numel():
-            raise ValueError(f"destination must have as many rows as source, {from_index.numel()}, got {to_index.numel()}")
+        checks.same_rows("destination", to_index.numel(), "source", from_index.numel())
         with torch.inference_mode():  # an engine may have allocated its pool in it
             # A skipped pair repeats the first one that counts, which changes nothing; if none does, slot 0 becomes slot 0.
             counts = (from_index >= 0) & (to_index >= 0)
@@ -348,19 +430,18 @@ class ReplayCache:
         import_slots(self, given, blob)
 
     def check(self) -> None:
-        """Raise what a commit found wrong on the device; waits for it.
+        """Raise what was found wrong on the device; waits for it.
 
         Raises
         ------
         RuntimeError
             A commit counted more accepted tokens than its row had brought (or fewer than 0), or its nodes were no path; it was
-            taken as 0.
+            taken as 0. Or a position of :meth:`materialize` was none that its slot could be brought to; the row was skipped.
         """
-        if int(self.error.item()) & 1:
+        bits = int(self.error.item())
+        if bits:
             self.error.zero_()
-            raise RuntimeError(
-                "a commit's num_accepted was negative or above the row's num_tokens, or accepted was no path; it counted as 0"
-            )
+            raise RuntimeError("; ".join(text for bit, text in _ERRORS.items() if bits & bit))
 
     # ---- what the wrapper uses ----------------------------------------------------------------------------------
 
@@ -418,25 +499,30 @@ class ReplayCache:
         """Rings of all layers."""
         return [tensor for layer in self.layers for name, tensor in layer.items() if name != "state"]
 
-    def step_fields(self, layer: int) -> dict[str, int]:
-        """Fields of the step's parameter struct that name a layer's tensors and weights."""
+    def layer_fields(self, layer: int) -> dict[str, int]:
+        """Fields of a parameter struct that name a layer's tensors and weights."""
         weights = self.weights[layer]
         if weights is None:
             if any(not weight.optional for weight in self.spec.weights):
                 raise RuntimeError(f"layer {layer} has no weights yet; call cache.set_weights({layer}, ...) once")
             weights = self.weights[layer] = {}
         values = {name: tensor.data_ptr() for name, tensor in weights.items()}
-        values |= {"ring_start": self.ring_start.data_ptr(), "history": self.history.data_ptr()}
         for name, tensor in self.layers[layer].items():
             values[name] = tensor.data_ptr()
             values[f"{name}_slot"] = tensor.stride(0)
         return values
 
+    def step_fields(self, layer: int) -> dict[str, int]:
+        """Fields of the step's parameter struct that the cache decides."""
+        return self.layer_fields(layer) | {"ring_start": self.ring_start.data_ptr(), "history": self.history.data_ptr()}
+
     def check_layer(self, layer: object) -> None:
         """Refuse what is no layer of this cache."""
         checks.plain_int("layer", layer, 0, len(self.layers) - 1)
 
-    def check_slots(self, slots: Slots, name: str = "slots", *, pad_slot: int = -1, repeats: bool = False) -> torch.Tensor | list[int]:
+    def check_slots(
+        self, slots: Slots, name: str = "slots", *, pad_slot: int = -1, repeats: bool = False, limit: int | None = None
+    ) -> torch.Tensor | list[int]:
         """Validate slots, without bringing them to the device.
 
         Parameters
@@ -449,6 +535,8 @@ class ReplayCache:
             Marks padding, beside negative entries.
         repeats : bool
             Whether a slot may be named twice.
+        limit : int, optional
+            What indices must stay below; the cache's slots by default.
 
         Raises
         ------
@@ -457,12 +545,13 @@ class ReplayCache:
         TypeError
             Not int32.
         """
+        limit = self.num_slots if limit is None else limit
         if not isinstance(slots, torch.Tensor):
             try:
                 values = list(slots)
             except TypeError:
                 raise TypeError(f"{name} must be an int32 tensor or a sequence of ints, got {slots!r}") from None
-            checks.slot_values(name, values, self.num_slots, pad_slot, repeats)
+            checks.slot_values(name, values, limit, pad_slot, repeats)
             checks.rows(name, len(values))
             return values
         if slots.dim() != 1 or slots.numel() == 0:
@@ -470,7 +559,7 @@ class ReplayCache:
         checks.vector(name, slots, slots.numel(), torch.int32, self.device)
         checks.rows(name, slots.numel())
         if self.watching:
-            checks.slot_values(name, slots.tolist(), self.num_slots, pad_slot, repeats)
+            checks.slot_values(name, slots.tolist(), limit, pad_slot, repeats)
         return slots
 
     def to_device(self, slots: torch.Tensor | list[int]) -> torch.Tensor:
@@ -507,6 +596,68 @@ class ReplayCache:
                     raise RuntimeError(f"slot {slot} ({name}[{row}]) has run and was not committed; commit it before anything else")
         return self.to_device(given)
 
+    def _check_apart(self, slots: Slots, destination: Slots) -> None:
+        """Where the host knows them: no destination is the source of another row, which would see it half written."""
+        if not self.watching and (isinstance(slots, torch.Tensor) or isinstance(destination, torch.Tensor)):
+            return
+        source, to = ([int(slot) for slot in given] for given in (slots, destination))
+        for row, slot in enumerate(to):
+            if slot >= 0 and any(other == slot for i, other in enumerate(source) if i != row and to[i] >= 0):
+                raise ValueError(f"destination[{row}] must not be the slot of another row, got {slot}")
+
+    def _check_positions(self, slots: torch.Tensor, positions: torch.Tensor | None) -> None:
+        """Debug mode: every position is one that its slot can be brought to."""
+        if positions is None or not self.watching:
+            return
+        for row, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
+            low = int(self.position[max(slot, 0)])
+            high = low + int(self.history[max(slot, 0)])
+            if slot >= 0 and position != -1 and not low <= position <= high:
+                raise ValueError(f"positions[{row}] (slot {slot}) must be from {low} to {high}, or -1, got {position}")
+
+    def _out_views(self, out: object, rows: int, layout: str) -> list[torch.Tensor]:
+        """Per layer where to write, ``[rows, H, P, N]``: of one dtype, at the same strides."""
+        count = len(self.layers)
+        if not isinstance(out, torch.Tensor | list | tuple):
+            raise TypeError(f"out must be a tensor or a sequence of one tensor a layer, got {type(out).__name__}")
+        shape = list(out.shape) if isinstance(out, torch.Tensor) else [len(out)]
+        if not shape or shape[0] != count:
+            raise ValueError(f"out must have {count} layers, one of its elements each, got {shape}")
+        views = [self._state_view(f"out[{layer}]", tensor, rows, layout) for layer, tensor in enumerate(out)]
+        for layer, view in enumerate(views):
+            if view.dtype != views[0].dtype:
+                raise TypeError(f"out[{layer}] must have the dtype of out[0], {views[0].dtype}, got {view.dtype}")
+            if view.stride() != views[0].stride():
+                raise ValueError(f"out[{layer}] must have the strides of out[0], got {out[layer].stride()}")
+        return views
+
+    def _fold(
+        self,
+        index: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        targets: torch.Tensor | None = None,
+        views: Sequence[torch.Tensor] | None = None,
+    ) -> None:
+        """Bring slots to positions and leave the states in ``views``, or in the slots ``targets``, in one launch."""
+        if self._fold_kernel is None or any(now is not then for now, then in zip(self.weights, self._fold_weights, strict=True)):
+            fields = [self.layer_fields(layer) for layer in range(len(self.layers))]
+            self._fold_kernel, self._fold_weights = kernels.FoldKernel(self.spec, fields, self.device), list(self.weights)
+        values = {
+            "slots": index.data_ptr(),
+            "positions": 0 if positions is None else positions.data_ptr(),
+            "targets": 0 if targets is None else targets.data_ptr(),
+            "ring_start": self.ring_start.data_ptr(),
+            "history": self.history.data_ptr(),
+            "position": self.position.data_ptr(),
+            "error": self.error.data_ptr(),
+        }
+        addresses: list[int] = []
+        if views is not None:
+            addresses = [view.data_ptr() for view in views]
+            values |= dict(zip(("out_row", "out_head", "out_p", "out_n"), views[0].stride(), strict=True))
+            values["out_dtype"] = STATE_DTYPES[views[0].dtype]
+        self._fold_kernel.launch(index.numel(), addresses, **values)
+
     def _state_view(self, name: str, value: object, rows: int, layout: str) -> torch.Tensor:
         if layout not in ("vk", "kv"):
             raise ValueError(f"layout must be 'vk' or 'kv', got {layout!r}")
@@ -522,11 +673,14 @@ class ReplayCache:
             values |= {"tensor": view.data_ptr(), "tensor_dtype": STATE_DTYPES[view.dtype], **dict(strides)}
         self._state.launch(index.numel(), self.spec.heads, **values)
 
-    def _launch_cursors(self, index: torch.Tensor, op: int, positions: torch.Tensor | None = None) -> None:
+    def _launch_cursors(
+        self, index: torch.Tensor, op: int, positions: torch.Tensor | None = None, targets: torch.Tensor | None = None
+    ) -> None:
         self._cursors.launch(
             index.numel(),
             slots=index.data_ptr(),
             positions=0 if positions is None else positions.data_ptr(),
+            targets=0 if targets is None else targets.data_ptr(),
             ring_start=self.ring_start.data_ptr(),
             history=self.history.data_ptr(),
             position=self.position.data_ptr(),
@@ -537,6 +691,10 @@ class ReplayCache:
         )
 
 
+_ERRORS = {
+    1: "a commit's num_accepted was negative or above the row's num_tokens, or accepted was no path; it counted as 0",
+    2: "a position to materialize was below its slot's checkpoint or above its last committed token; the row was skipped",
+}
 _CURSORS = {"ring_start": torch.int32, "history": torch.int32, "position": torch.int64}
 
 
@@ -544,6 +702,23 @@ def on_host(values: list[int], pin_memory: bool = False) -> torch.Tensor:
     """An int32 tensor of ints; torch reuses its pinned memory only when the copies enqueued from it are done, so nothing waits."""
     out = torch.empty(len(values), dtype=torch.int32, pin_memory=pin_memory)
     return out.copy_(torch.frombuffer(array("i", values), dtype=torch.int32))  # several times faster than torch.tensor
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors span common bytes."""
+    (a, b), (c, d) = (
+        (t.data_ptr(), t.data_ptr() + t.itemsize * (1 + sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))))
+        for t in (one, other)
+    )
+    return a < d and c < b
+
+
+def _pool_size(out: object) -> int:
+    """Elements that an index into ``out`` may name; what is no such thing is refused later, by name."""
+    if isinstance(out, torch.Tensor):
+        return out.shape[1] if out.dim() > 1 else 0
+    first = out[0] if isinstance(out, list | tuple) and out else None
+    return first.shape[0] if isinstance(first, torch.Tensor) and first.dim() else 0
 
 
 def _check_spec(spec: object) -> None:

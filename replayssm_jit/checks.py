@@ -73,6 +73,12 @@ def parents(value: object, rows: int, most: int, device: torch.device, packed: b
     return nodes("parents", value, rows, most, device, width).shape[1]
 
 
+def same_rows(name: str, count: int, other: str, rows: int) -> None:
+    """As many rows as another argument has."""
+    if count != rows:
+        raise ValueError(f"{name} must have as many rows as {other}, {rows}, got {count}")
+
+
 def rows(name: str, count: int) -> None:
     """No more rows than one launch can have."""
     if count > MAX_ROWS:

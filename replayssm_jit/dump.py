@@ -154,6 +154,8 @@ def _pack(value: Any) -> Any:
         return {"bytes": torch.frombuffer(bytearray(value), dtype=torch.uint8) if len(value) else torch.empty(0, dtype=torch.uint8)}
     if isinstance(value, range | tuple):
         value = list(value)
+    if isinstance(value, list) and value and all(isinstance(item, torch.Tensor) for item in value):
+        return {"list": [_pack(item) for item in value]}
     if value is None or isinstance(value, bool | int | float | str) or (isinstance(value, list) and set(map(type, value)) <= {int, float}):
         return value
     return {"repr": repr(value)}
@@ -164,6 +166,8 @@ def _unpack(value: Any, device: torch.device) -> Any:
     if isinstance(value, dict):
         if "tensor" in value:
             return _strided_copy(value["tensor"], device)
+        if "list" in value:
+            return [_unpack(item, device) for item in value["list"]]
         return ctypes.string_at(value["bytes"].data_ptr(), value["bytes"].numel()) if "bytes" in value else value["repr"]
     return value
 

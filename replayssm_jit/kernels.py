@@ -6,7 +6,7 @@ Cache and wrapper both launch through here, so that geometry is decided in one p
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -16,13 +16,13 @@ import torch
 from . import jit, tactics
 from .jit.module import ModuleSpec
 from .jit.params import ParamStruct
-from .specs import ReplaySpec
+from .specs import FOLD_LAYERS, ReplaySpec
 
 CURSOR_PARAMS = ParamStruct.of(
-    ptr=("slots", "num_tokens", "num_accepted", "accepted", "positions", "ring_start", "history", "position", "error", "order"),
+    ptr=("slots", "num_tokens", "num_accepted", "accepted", "positions", "targets", "ring_start", "history", "position", "error", "order"),
     i32=("rows", "tokens", "buffer_len", "ring_len", "pad_slot", "op", "width"),
 )
-COMMIT, FLUSH, RESET = range(3)
+COMMIT, FLUSH, RESET, MOVE = range(4)
 
 COMPACT_PARAMS = ParamStruct.of(
     ptr=("slots", "num_tokens", "num_accepted", "accepted", "ring_start", "history", "rings"),
@@ -124,6 +124,43 @@ class StateKernel:
         """Run over ``rows`` rows of ``num_heads`` heads."""
         STATE_PARAMS.pack(self._buffer, rows=rows, num_heads=num_heads, threads=torch.get_num_threads(), **values)
         self._kernel.launch(ctypes.addressof(self._buffer), (num_heads, rows, 1), 128, 0, current_stream(self._device))
+
+
+class FoldKernel:
+    """Slots of all layers brought to given positions, in one launch.
+
+    Parameters
+    ----------
+    spec : ReplaySpec
+        Shapes and precision.
+    layers : sequence of mappings
+        Fields of ``spec.layer_params`` for each layer.
+    device : torch.device
+        Where they are.
+    """
+
+    def __init__(self, spec: ReplaySpec, layers: Sequence[Mapping[str, int]], device: torch.device) -> None:
+        backend = backend_of(device)
+        self._spec, self._params, self._device, self._layers = spec, spec.fold_params, device, len(layers)
+        self._kernel = load(spec.module("fold", backend), device)
+        self._smem = tactics.fold_smem(spec) if backend == "cuda" else 0
+        if backend == "cuda" and self._smem > self._kernel.max_dynamic_smem:
+            raise tactics.too_large(spec, self._smem, self._kernel.max_dynamic_smem)
+        self._buffer = self._params.buffer()
+        table = spec.layer_params.buffer(len(layers))
+        for i, fields in enumerate(layers):
+            spec.layer_params.pack(table, i, **fields)
+        self._table = torch.frombuffer(table, dtype=torch.uint8).to(device, copy=True)
+
+    def launch(self, rows: int, out: Sequence[int] = (), **values: int) -> None:
+        """Run over ``rows`` rows; ``out`` are addresses, one a layer."""
+        for first in range(0, self._layers, FOLD_LAYERS):
+            count = min(FOLD_LAYERS, self._layers - first)
+            shape = {"rows": rows, "num_heads": self._spec.heads, "num_layers": count, "threads": torch.get_num_threads()}
+            table = self._table.data_ptr() + first * self._spec.layer_params.size
+            self._params.pack(self._buffer, layers=table, out=out[first : first + count], **shape, **values)
+            grid = (self._spec.heads, rows, count)
+            self._kernel.launch(ctypes.addressof(self._buffer), grid, tactics.WARPS * 32, self._smem, current_stream(self._device))
 
 
 class StepKernel:

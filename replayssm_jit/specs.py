@@ -46,6 +46,9 @@ STATE_FORMATS: dict[tuple[torch.dtype, torch.dtype], str] = {
 MAX_BUFFER_LEN = 64
 MAX_TOKENS = 16
 
+#: Layers of one launch of the fold kernel; its parameters name a tensor for each.
+FOLD_LAYERS = 256
+
 
 @dataclass(frozen=True)
 class Ring:
@@ -279,7 +282,30 @@ class ReplaySpec:
                 *(f"{name}_{axis}" for name in tokens for axis in ("row", "token", "outer")),
             ),
             # keep_padding leaves the outputs of padding rows as they are, instead of zero.
-            i32=("rows", "tokens", "num_heads", "pad_slot", "keep_padding", "fold_only", "aligned", "heads_per_block", "threads"),
+            i32=("rows", "tokens", "num_heads", "pad_slot", "keep_padding", "aligned", "heads_per_block", "threads"),
+        )
+
+    @cached_property
+    def layer_params(self) -> ParamStruct:
+        """What the cache knows of one layer: its tensors and weights. A fold reads a table of these, one a layer."""
+        return ParamStruct.of(
+            ptr=(*self.cache_tensors, *(w.name for w in self.weights)),
+            i64=tuple(f"{name}_slot" for name in self.cache_tensors),
+            name="Layer",
+        )
+
+    @cached_property
+    def fold_params(self) -> ParamStruct:
+        """Parameters of the fold kernel, which brings slots of all layers to given positions.
+
+        Row r folds ``slots[r]`` up to ``positions[r]`` and leaves the state in element ``targets[r]`` of ``out[layer]``: a slot of
+        the cache itself where ``out_dtype`` is 0.
+        """
+        return ParamStruct.of(
+            ptr=("layers", "slots", "positions", "targets", "ring_start", "history", "position", "error", f"out[{FOLD_LAYERS}]"),
+            i64=("out_row", "out_head", "out_p", "out_n"),
+            i32=("rows", "num_heads", "num_layers", "out_dtype", "threads"),
+            tables=(self.layer_params,),
         )
 
     @cached_property
@@ -300,9 +326,9 @@ class ReplaySpec:
 
         Parameters
         ----------
-        kind : {"step", "tree", "standard"}
-            ``step`` is decode, verification and flush; ``tree`` the same where a row's new tokens are nodes of a tree;
-            ``standard`` the recurrence that rewrites its state every token.
+        kind : {"step", "tree", "fold", "standard"}
+            ``step`` is decode, verification and flush; ``tree`` the same where a row's new tokens are nodes of a tree; ``fold`` brings
+            slots to a position outside a step; ``standard`` is the recurrence that rewrites its state every token.
         backend : {"cuda", "cpu"}
             Where it runs.
 
@@ -311,19 +337,20 @@ class ReplaySpec:
         ModuleSpec
             What :func:`replayssm_jit.jit.load` takes.
         """
-        constants = self.constants()
+        # A fold reads the rings, not the inputs: how those are given does not concern it.
+        constants = ReplaySpec.constants(self) if kind == "fold" else self.constants()
         if kind == "standard":
             _one_of("read_dtype (the standard kernel has one plane)", self.read_dtype, (self.checkpoint_dtype,))
             del constants["buffer_len"], constants["max_tokens"]
             params = self.standard_params
         else:
-            params = self.step_params
+            params = self.fold_params if kind == "fold" else self.step_params
             constants["tree"] = kind == "tree"
             if backend == "cuda":
-                constants |= tactics.constants(self, kind == "tree")
+                constants |= tactics.constants(self, kind)
         return ModuleSpec(
-            name=self.module_name(kind),
-            template=f"{backend}/{self.family}_{'standard' if kind == 'standard' else 'step'}",
+            name=ReplaySpec.module_name(self, kind) if kind == "fold" else self.module_name(kind),
+            template=f"{backend}/{self.family}_{'step' if kind == 'tree' else kind}",
             backend=backend,
             params=params,
             constants=tuple(sorted(constants.items())),

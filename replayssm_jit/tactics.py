@@ -30,6 +30,21 @@ class SharedMemory:
 
 
 @cache
+def fold_smem(spec: ReplaySpec) -> int:
+    """Dynamic shared memory of a block of the fold kernel, which serves one head; its source asserts the same."""
+    act, length = spec.dtype.itemsize, spec.buffer_len
+    row, value_row = spec.state_dim * act + 16, spec.head_dim * act + 16
+    if spec.family == "mamba2":
+        return _round_up(length * (row + value_row) + (3 * length + 1) * 4, 16)
+    factors = _fold_factors(length)
+    if spec.family == "gdn":
+        return _round_up(_round_up(length, 8) * row + factors + (3 * length + 1) * 4, 16)
+    split_row, float_row = (spec.state_dim + 8) * 2, (spec.state_dim + 4) * 4
+    columns = length * (float_row + (3 * split_row if length <= 32 else float_row))
+    return _round_up(columns + length * row + factors + (spec.state_dim + length) * 4, 16)
+
+
+@cache
 def shared_memory(spec: ReplaySpec) -> SharedMemory:
     """Shared memory of a spec's step kernel."""
     act, tokens, length, ring = spec.dtype.itemsize, spec.max_tokens, spec.buffer_len, spec.ring_len
@@ -43,9 +58,7 @@ def shared_memory(spec: ReplaySpec) -> SharedMemory:
         head = ring * value_row + coefficients + (2 * ring + 2 * tokens + length + 2) * 4
         return SharedMemory(_round_up(fixed, 16), _round_up(head, 16))
 
-    fold_rows = _round_up(length, 8)
-    fold = (fold_rows * (_round_up(fold_rows - 8, 16) + 8) + 3 * length) * 4
-    values = _round_up(max(ring * value_row, fold), 4)
+    values = _round_up(max(ring * value_row, _fold_factors(length)), 4)
     factors = (2 * tokens * tokens + 3 * tokens) * 4
     if spec.family == "gdn":
         fixed = (tokens + _round_up(ring, 8)) * row + 2 * tokens * gram_row + (tokens + length) * 4
@@ -59,10 +72,17 @@ def shared_memory(spec: ReplaySpec) -> SharedMemory:
     return SharedMemory(_round_up(_round_up(columns + (tokens + ring) * row + values + factors, 8) + rest, 16), 0)
 
 
-def constants(spec: ReplaySpec, tree: bool = False) -> dict[str, int]:
-    """Constants of the rendered source that launch geometry must agree with."""
+def _fold_factors(length: int) -> int:
+    rows = _round_up(length, 8)
+    return (rows * (_round_up(rows - 8, 16) + 8) + 3 * length) * 4
+
+
+def constants(spec: ReplaySpec, kind: str) -> dict[str, int]:
+    """Constants of a rendered source, ``step``, ``tree`` or ``fold``, that launch geometry must agree with."""
+    if kind == "fold":
+        return {"smem": fold_smem(spec), "min_blocks": 3 if spec.buffer_len <= 32 else 2}
     memory, blocks = shared_memory(spec), min_blocks(spec)
-    if tree and spec.family == "mamba2" and spec.max_tokens > 4:  # paths take registers, too
+    if kind == "tree" and spec.family == "mamba2" and spec.max_tokens > 4:  # paths take registers, too
         blocks = min(blocks, 3)
     return {"smem_fixed": memory.fixed, "smem_per_head": memory.per_head, "min_blocks": blocks}
 
@@ -91,6 +111,15 @@ def _round_up(value: int, step: int) -> int:
     return -(-value // step) * step
 
 
+def too_large(spec: ReplaySpec, smem: int, smem_limit: int) -> ValueError:
+    """The error of a spec whose blocks need more shared memory than the device has."""
+    return ValueError(
+        f"head_dim={spec.head_dim}, state_dim={spec.state_dim}, buffer_len={spec.buffer_len}, max_tokens={spec.max_tokens} and "
+        f"dtype={spec.dtype} need {smem} bytes of shared memory a block, but this device has {smem_limit}; "
+        "a smaller buffer_len needs less"
+    )
+
+
 def heads_per_block(spec: ReplaySpec, rows: int, smem_limit: int) -> int:
     """Heads a block serves: as few as it takes to fill the device, more where the batch is large.
 
@@ -109,11 +138,7 @@ def heads_per_block(spec: ReplaySpec, rows: int, smem_limit: int) -> int:
         Not even one head fits.
     """
     if smem_bytes(spec, 1) > smem_limit:
-        raise ValueError(
-            f"head_dim={spec.head_dim}, state_dim={spec.state_dim}, buffer_len={spec.buffer_len}, max_tokens={spec.max_tokens} and "
-            f"dtype={spec.dtype} need {smem_bytes(spec, 1)} bytes of shared memory a block, but this device has {smem_limit}; "
-            "a smaller buffer_len needs less"
-        )
+        raise too_large(spec, smem_bytes(spec, 1), smem_limit)
     if shared_memory(spec).per_head == 0:
         return 1
     ratio = spec.heads // spec.groups_

@@ -279,6 +279,59 @@ def test_read_state(bench, call, match):
     bench.refuses(lambda: call(bench), match)
 
 
+def materialize(**arguments):
+    """A call with one thing wrong; ``b`` in arguments stands for the bench."""
+    return lambda b: b.cache.materialize(
+        **{"slots": b.slots, **{name: value(b) if callable(value) else value for name, value in arguments.items()}}
+    )
+
+
+def stacked(b, *rows):
+    return torch.stack([b.state[: rows[0] if rows else 3]] * 2)
+
+
+@cases(
+    {
+        "slots": (materialize(slots=[4]), "slots"),
+        "no slots": (materialize(slots=[]), "slots"),
+        "positions dtype": (materialize(positions=lambda b: b.slots), "positions"),
+        "positions shape": (materialize(positions=lambda b: b.slots.long()[:2]), "positions"),
+        "positions stride": (materialize(positions=lambda b: b.index(*range(6), dtype=torch.int64)[::2]), "positions"),
+        "positions device": (materialize(positions=lambda b: b.slots.long().to("meta")), "positions"),
+        "positions list": (materialize(positions=[0, 0, 0]), "positions"),
+        "out a float": (materialize(out=1.0), "out"),
+        "out of no layers": (materialize(out=[]), "out"),
+        "out of one layer": (materialize(out=lambda b: [b.state]), "out"),
+        "out of nothing": (materialize(out=lambda b: torch.zeros((), device=b.device)), "out"),
+        "out of floats": (materialize(out=[1.0, 2.0]), "out"),
+        "out shape": (materialize(out=lambda b: stacked(b, 2)), "out"),
+        "out dtype": (materialize(out=lambda b: stacked(b).double()), "out"),
+        "out device": (materialize(out=lambda b: stacked(b).to("meta")), "out"),
+        "out dtypes": (materialize(out=lambda b: [b.state, b.state.half()]), "out"),
+        "out strides": (materialize(out=lambda b: [b.state, b.state.mT.contiguous().mT]), "out"),
+        "layout": (materialize(layout="nk"), "layout"),
+        "kv out": (materialize(out=stacked, layout="kv"), "out"),
+        "index alone": (materialize(index=[0, 1, 2]), "index"),
+        "index shape": (materialize(out=stacked, index=[0, 1]), "index"),
+        "index dtype": (materialize(out=stacked, index=lambda b: b.slots.long()), "index"),
+        "index too large": (materialize(out=stacked, index=[0, 1, 3]), "index"),
+        "index repeated": (materialize(out=stacked, index=[0, 1, 1]), "index"),
+        "index device": (materialize(out=stacked, index=lambda b: b.slots.to("meta")), "index"),
+        "index an int": (materialize(out=stacked, index=0), "index"),
+        "destination and out": (materialize(out=stacked, destination=[0, 1, 3]), "destination"),
+        "destination and index": (materialize(index=[0, 1, 2], destination=[0, 1, 3]), "destination"),
+        "destination shape": (materialize(destination=[3]), "destination"),
+        "destination repeated": (materialize(destination=[3, 3, -1]), "destination"),
+        "destination too large": (materialize(destination=[4, -1, -1]), "destination"),
+        "destination dtype": (materialize(destination=lambda b: b.slots.long()), "destination"),
+        "destination device": (materialize(destination=lambda b: b.slots.to("meta")), "destination"),
+        "destination of another row": (materialize(slots=[2, 0, 1], destination=[3, 2, -1]), "destination"),
+    }
+)
+def test_materialize(bench, call, match):
+    bench.refuses(lambda: call(bench), match)
+
+
 # ---- wrapper --------------------------------------------------------------------------------------------------------
 
 

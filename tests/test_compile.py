@@ -82,6 +82,17 @@ def test_commit():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_folds(family):
+    """Windows, formats and shapes; a fold is another kernel than the step's."""
+    shapes = [((16, 4), "fp32_bf16", {"head_dim": 128}), ((32, 4), "bf16", {}), ((16, 4), "fp32_bf16", {"head_dim": 128, "state_dim": 256})]
+    shapes += [((64, 16), "fp32", {"dtype": torch.float32}), ((8, 4), "fp16", {"dtype": torch.float16})]
+    specs = [small_spec(family, buffer_len=length, max_tokens=t, **with_format(name), **size) for (length, t), name, size in shapes]
+    judge(compiled(specs, "fold"))
+    for spec in specs:
+        assert tactics.fold_smem(spec) <= 227 * 1024
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_standard(family):
     specs = [small_spec(family, **with_format(name)) for name in ("fp32", "bf16")]
     judge(compiled(specs, "standard"))

@@ -12,7 +12,7 @@ from harness import FAMILIES, Harness, projection_views, same_bits, small_spec
 from replayssm_jit import ReplayCache, ReplayWrapper, cli, dump
 
 LOGGED = {
-    ReplayCache: {"set_weights", "reset", "load_state", "read_state", "flush", "copy_slots", "export", "import_"},
+    ReplayCache: {"set_weights", "reset", "load_state", "read_state", "flush", "materialize", "copy_slots", "export", "import_"},
     ReplayWrapper: {"plan", "run", "commit"},
 }
 
@@ -148,6 +148,7 @@ def test_calls_that_are_refused(level, tmp_path, capsys, device):
         "load_state": lambda: cache.load_state(0, [1, 2], state),
         "read_state": lambda: cache.read_state(0, [1], layout="xy"),
         "flush": lambda: cache.flush([1, 1]),
+        "materialize": lambda: cache.materialize(index, out=[state, state]),
         "copy_slots": lambda: cache.copy_slots([1], index),
         "export": lambda: cache.export([-1]),
         "import_": lambda: cache.import_([1], blob[:-1]),
@@ -179,6 +180,7 @@ def test_moves_leave_no_file(level, tmp_path, device):
     harness.cache.copy_slots([0], [1])
     harness.cache.import_([2], harness.cache.export([0]))
     harness.cache.flush([0])
+    harness.cache.materialize([0], destination=[3])
     harness.cache.reset([1])
     assert not files(tmp_path)
 

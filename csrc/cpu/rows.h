@@ -1,14 +1,11 @@
-// What a row brings to a step, and where its ring entries lie. Needs Params and the constants RING_LEN, BUFFER_LEN, MAX_TOKENS, TREE.
+// What a row brings to a step.
 
-struct Row {
-  long long slot;   // negative: padding
+struct Row : History {
   int tokens;       // T_r
   int padded;       // end of the output rows to zero after the row's tokens
   long long batch;  // index along the row axis of the inputs
-  int start, history;
-  int seen;  // history and the step's own tokens
+  int seen;         // history and the step's own tokens
   bool flush;
-  int place[WINDOW];                     // where entry j lies in the ring, history first
   unsigned path[TREE ? MAX_TOKENS : 1];  // of a tree: bit j for new token j on the way from a root to token t, t included
 
   // Whether new token t sees entry j, at most its own: the history, and what lies on its path.
@@ -38,14 +35,9 @@ static Row read_row(const Params* p, long long r) {
   }
   row.start = at<const int>(p->ring_start, 0)[row.slot];
   row.history = at<const int>(p->history, 0)[row.slot];
-  if (p->fold_only) {
-    row.tokens = row.padded = 0;
-    row.flush = row.history > 0;
-  } else {
-    row.flush = row.tokens > 0 && row.history + row.tokens > BUFFER_LEN;
-  }
+  row.flush = row.tokens > 0 && row.history + row.tokens > BUFFER_LEN;
   row.seen = row.history + row.tokens;
-  for (int j = 0; j < row.seen; j++) row.place[j] = row.start + j < RING_LEN ? row.start + j : row.start + j - RING_LEN;
+  row.locate(row.seen);
   if (TREE) {
     const int* parents = at<const int>(p->parents, cu ? cu[r] : r * p->tokens);
     for (int t = 0; t < row.tokens; t++) row.path[t] = 1u << t | (parents[t] >= 0 && parents[t] < t ? row.path[parents[t]] : 0u);

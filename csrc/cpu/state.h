@@ -245,16 +245,18 @@ KERNEL void multiply_tokens(const float* rows, const float* packed, int count, f
 }
 
 // Fold `count` tokens into the rows of a block: S[p] <- decay S[p] + sum_j left[j][p] right[j], oldest first, in fp32. S comes from
-// `source(row of the block, e, a, b)` and goes to the checkpoint; entries of left lie STRIDE apart, the block's second run
-// `second` after its first; `ahead` is the block to prefetch meanwhile. Decay is a scalar, or N numbers in the columns' order.
-template <class State, int STRIDE, int N, bool DECAY_VECTOR, class Source>
-KERNEL void fold_block(const Source& source, char* state, Block block, const char* ahead, Block soon, const float* decay, const float* left,
-                       int second, const float* right, int count) {
+// `source(row of the block, e, a, b)` and goes to the head at `to` in the format To, which may be the checkpoint itself; entries of
+// left lie STRIDE apart, the block's second run `second` after its first; `ahead` is the block to prefetch meanwhile. Decay is a
+// scalar, or N numbers in the columns' order.
+template <class State, class To, int STRIDE, int N, bool DECAY_VECTOR, class Source>
+KERNEL void fold_block(const Source& source, const char* state, char* to, Block block, const char* ahead, Block soon, const float* decay,
+                       const float* left, int second, const float* right, int count) {
   constexpr int WIDE = 4;  // vectors a row of a tile
   for (int n = 0; n < N; n += WIDE * VW)
     for (int p = 0; p < VW; p += TILE_ROWS) {
-      const int row = p < HALF ? p : p - HALF;
-      char* at = state + (((p < HALF ? block.first : block.second) + row) * N + n) * State::read_bytes;
+      const int row = p < HALF ? p : p - HALF, element = ((p < HALF ? block.first : block.second) + row) * N + n;
+      const char* at = state + element * State::read_bytes;
+      char* put = to + element * To::read_bytes;
       State::prefetch(ahead, ((p < HALF ? soon.first : soon.second) + row) * N + n * TILE_ROWS, TILE_ROWS * WIDE * VW);
       vf s[TILE_ROWS][WIDE];
       UNROLL for (int r = 0; r < TILE_ROWS; r++) UNROLL for (int w = 0; w < WIDE; w += 2) {
@@ -278,10 +280,10 @@ KERNEL void fold_block(const Source& source, char* state, Block block, const cha
       UNROLL for (int r = 0; r < TILE_ROWS; r++) UNROLL for (int w = 0; w < WIDE; w++) sum[w] += s[r][w];
       if (all_zero(((sum[0] + sum[1]) + (sum[2] + sum[3])) * 0.0f))
         UNROLL for (int r = 0; r < TILE_ROWS; r++) UNROLL for (int w = 0; w < WIDE; w += 2)
-            State::template write<true>(at, r * N + w * VW, s[r][w], s[r][w + 1]);
+            To::template write<true>(put, r * N + w * VW, s[r][w], s[r][w + 1]);
       else
         UNROLL for (int r = 0; r < TILE_ROWS; r++) UNROLL for (int w = 0; w < WIDE; w += 2)
-            State::template write<false>(at, r * N + w * VW, s[r][w], s[r][w + 1]);
+            To::template write<false>(put, r * N + w * VW, s[r][w], s[r][w + 1]);
     }
 }
 
@@ -303,7 +305,7 @@ constexpr int AHEAD_BYTES = 8192;  // measured: less leaves the memory waiting, 
 
 // Calls body(block, plane reader, ahead, block ahead) for all blocks of a head; what lies AHEAD is in this head or the next.
 template <class State, int P, int N, class Body>
-INLINE void for_each_block(char* state, bool flush, Body body) {
+INLINE void for_each_block(const char* state, bool flush, Body body) {
   constexpr int BLOCKS = P / VW, FEW = AHEAD_BYTES / (VW * N * State::read_bytes), AHEAD = FEW < 1 ? 1 : FEW < BLOCKS ? FEW : BLOCKS;
   for (int b = 0; b < BLOCKS; b++) {
     const Block block = block_at<State, P>(b), soon = block_at<State, P>(b + AHEAD < BLOCKS ? b + AHEAD : b + AHEAD - BLOCKS);

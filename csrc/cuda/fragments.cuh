@@ -326,10 +326,19 @@ struct WholeRuns {
   __device__ void decode(float (&value)[Whole::VEC], int i, int row) const { Whole::decode(value, raw[i][row]); }
 };
 
-// Fold into some runs, whose present values `decode(out, i, row)` gives. `factors` holds a_j as A fragments of FOLD_STEPS steps of 16
+// Where a fold leaves a lane's run: of its row lane / 4 (half 0), or of the row eight below. Here the checkpoint it came from.
+struct InPlace {
+  char* lane_row;
+
+  __device__ void store(int run, int half, const float (&value)[Whole::VEC]) const {
+    Whole::store(lane_row + run * RUN_BYTES + half * 8 * STATE_PITCH, PLANE_BYTES, value);
+  }
+};
+
+// Fold some runs, whose present values `decode(out, i, row)` gives. `factors` holds a_j as A fragments of FOLD_STEPS steps of 16
 // entries, zero from `history` on. `decay(column)` is a factor of a column of the state.
-template <int RUNS, typename Decode, typename Decay, typename Keys>
-__device__ __forceinline__ void fold_runs(char* lane_row, int first, const Decode& decode, const Decay& decay,
+template <int RUNS, typename To, typename Decode, typename Decay, typename Keys>
+__device__ __forceinline__ void fold_runs(const To& to, int first, const Decode& decode, const Decay& decay,
                                           const u32 (&factors)[FOLD_STEPS][3][4], Keys keys, int history, int lane) {
   constexpr int VEC = Whole::VEC;
   const u32 select = lane / 4 & 1 ? 0x7632 : 0x5410;
@@ -362,7 +371,7 @@ __device__ __forceinline__ void fold_runs(char* lane_row, int first, const Decod
       decode(value, i, row);
 #pragma unroll
       for (int e = 0; e < VEC; ++e) value[e] = fmaf(value[e], decay(((first + i) * 4 + lane % 4) * VEC + e), delta[e / 2][row * 2 + e % 2]);
-      Whole::store(lane_row + (first + i) * RUN_BYTES + row * 8 * STATE_PITCH, PLANE_BYTES, value);
+      to.store(first + i, row, value);
     }
   }
 }

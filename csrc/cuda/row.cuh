@@ -1,20 +1,11 @@
 // One row of a batch: its slot, its tokens, its cursors, and whether it folds. The flush rule of the kernels is decided here.
 
-struct Row {
-  int slot;     // negative: padding
-  i64 first;    // what the row strides of token inputs are multiplied by
-  int tokens;   // new tokens
-  int width;    // tokens the output has room for; those past `tokens` are zero
-  int start;    // first entry of the history in the ring
-  int history;  // committed tokens in the ring
+struct Row : History {
+  i64 first;   // what the row strides of token inputs are multiplied by
+  int tokens;  // new tokens
+  int width;   // tokens the output has room for; those past `tokens` are zero
   bool folds;
   const u32* path;  // in shared memory, of a tree: bit j of path[t] for new token j on the way from a root to token t, t included
-
-  // Place in the ring of entry j: the history, then the new tokens.
-  __device__ int place(int entry) const {
-    int at = start + entry;
-    return at < RING_LEN ? at : at - RING_LEN;
-  }
 
   // Whether new token t sees entry j: the history, and up to itself what lies on its path.
   __device__ bool sees(int token, int entry) const {
@@ -30,10 +21,6 @@ __device__ __forceinline__ int count_tokens(const Params& p, int row) {
                      : p.num_tokens ? static_cast<const int*>(p.num_tokens)[row]
                                     : p.tokens;
   return min(max(tokens, 0), cu_seqlens ? MAX_TOKENS : min(MAX_TOKENS, p.tokens));
-}
-
-__device__ __forceinline__ bool is_folding(const Params& p, int tokens, int history) {
-  return p.fold_only ? history > 0 : tokens > 0 && history + tokens > BUFFER_LEN;
 }
 
 // Which row a block serves: the order that the last commit left, or that of the batch.
@@ -77,11 +64,11 @@ __device__ __forceinline__ Row load_row(const Params& p, int row) {
   if (r.slot == p.pad_slot) r.slot = -1;
   r.first = cu_seqlens ? cu_seqlens[row] : row;
   const int tokens = count_tokens(p, row);
-  r.tokens = r.slot < 0 || p.fold_only ? 0 : tokens;
-  r.width = p.fold_only || (r.slot < 0 && p.keep_padding) ? 0 : cu_seqlens ? tokens : p.tokens;
+  r.tokens = r.slot < 0 ? 0 : tokens;
+  r.width = r.slot < 0 && p.keep_padding ? 0 : cu_seqlens ? tokens : p.tokens;
   r.start = r.slot < 0 ? 0 : static_cast<const int*>(p.ring_start)[r.slot];
   r.history = r.slot < 0 ? 0 : static_cast<const int*>(p.history)[r.slot];
-  r.folds = r.slot >= 0 && is_folding(p, r.tokens, r.history);
+  r.folds = r.tokens > 0 && r.history + r.tokens > BUFFER_LEN;
   if constexpr (TREE) r.path = load_paths(p, r);
   return r;
 }

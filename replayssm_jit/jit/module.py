@@ -38,8 +38,7 @@ class ModuleSpec:
     @cached_property
     def digest(self) -> str:
         """Digest of the whole description, the same in every process."""
-        fields = [(f.name, f.kind) for f in self.params.fields]
-        text = json.dumps([self.name, self.template, self.backend, fields, self.constants])
+        text = json.dumps([self.name, self.template, self.backend, self.params.c_source, self.constants])
         return hashlib.sha256(text.encode()).hexdigest()
 
     def __hash__(self) -> int:

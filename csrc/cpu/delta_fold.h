@@ -1,0 +1,51 @@
+// The exact fold of the delta rule: every u of the history again from raw v and the whole checkpoint, so that neither the read plane
+// nor the ring's rounding of u ever enters the state.
+//   u_j = beta_j (v_j - state_j S0 column_j - sum_{i<j} pair_ji u_i),   S0 <- decay S0 + sum_j weight_j u_j right_j^T.
+
+constexpr int FOLD_COLUMNS = round_up(BUFFER_LEN, VW);
+
+struct Fold {
+  const float* columns;  // packed
+  float state[BUFFER_LEN];
+  alignas(64) float pair[BUFFER_LEN * WINDOW];  // row j
+  float beta[BUFFER_LEN];
+  const float* right;
+  float weight[BUFFER_LEN];
+  const float* decay;  // one number, or N
+};
+
+// Keys of a history in the columns' order, and their norms.
+static void read_history(const Layer* p, const History& row, int g, float* k, float* norm) {
+  const act* ring = at<act>(p->ring_k, row.slot * p->ring_k_slot + (long long)g * RING_LEN * N);
+  const float* ring_norm = at<float>(p->ring_k_norm, row.slot * p->ring_k_norm_slot + (long long)g * RING_LEN);
+  for (int j = 0; j < row.history; j++) {
+    columns<State, Act>(ring + row.place[j] * N, k + j * N, N);
+    norm[j] = ring_norm[row.place[j]];
+  }
+}
+
+// A block's rows: all of the recurrence is row by row, so its u come from these rows alone.
+template <class To>
+static void fold_exactly(const History& row, const Fold& w, const act* v, const char* state, char* to, Block block, const char* ahead,
+                         Block soon) {
+  alignas(64) float rows[VW * N], u[BUFFER_LEN * VW], product[FOLD_COLUMNS * VW];
+  for (int r = 0; r < VW; r++) {
+    const char* at = state + (r < HALF ? block.first + r : block.second + r - HALF) * N * State::read_bytes;
+    for (int n = 0; n < N; n += 2 * VW) {
+      vf a, b;
+      State::whole(at, n, a, b);
+      store(rows + r * N + n, a), store(rows + r * N + n + VW, b);
+    }
+  }
+  multiply_tokens<N>(rows, w.columns, row.history, product);
+  for (int j = 0; j < row.history; j++) {
+    const act* vj = v + row.place[j] * P;
+    store(u + j * VW, Act::load_halves(vj + block.first, vj + block.second) - w.state[j] * load(product + j * VW));
+  }
+  for (int j = 0; j < row.history; j++) {
+    const vf done = w.beta[j] * load(u + j * VW);
+    for (int later = j + 1; later < row.history; later++) store(u + later * VW, load(u + later * VW) - w.pair[later * WINDOW + j] * done);
+    store(u + j * VW, w.weight[j] * done);
+  }
+  fold_block<State, To, VW, N, DECAY_VECTOR>(FromFloats<N>{rows}, state, to, block, ahead, soon, w.decay, u, HALF, w.right, row.history);
+}

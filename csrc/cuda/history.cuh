@@ -1,0 +1,39 @@
+// The committed tokens of a slot that a kernel sees.
+struct History {
+  int slot;     // negative: padding
+  int start;    // first entry of the history in the ring
+  int history;  // committed tokens
+
+  // Place in the ring of entry j: the history, then the new tokens.
+  __device__ int place(int entry) const {
+    int at = start + entry;
+    return at < RING_LEN ? at : at - RING_LEN;
+  }
+};
+
+// Sum of its log decays, by one warp; each[j] = entry j of `ring`, after[j] = the sum of the entries later than j. Sums run backwards
+// from the newest entry: differences of prefix sums would lose accuracy where gates are strong.
+__device__ __forceinline__ float sums_from_newest(const float* ring, const History& row, float* each, float* after, int lane) {
+  float later = 0.f;
+#pragma unroll
+  for (int segment = (BUFFER_LEN + 31) / 32 - 1; segment >= 0; --segment) {
+    const int entry = segment * 32 + lane;
+    const float value = entry < row.history ? ring[row.place(entry)] : 0.f;
+    float sum = value;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const float other = __shfl_down_sync(~0u, sum, step);
+      if (lane + step < 32) sum += other;
+    }
+    const float exclusive = __shfl_down_sync(~0u, sum, 1);
+    if (entry < row.history) each[entry] = value, after[entry] = (lane < 31 ? exclusive : 0.f) + later;
+    later += __shfl_sync(~0u, sum, 0);
+  }
+  return later;
+}
+
+__device__ __forceinline__ float warp_sum(float value) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(~0u, value, step);
+  return value;
+}

@@ -1,0 +1,119 @@
+// Kimi Delta Attention: columns and factors of a fold, and what a step shares of it.
+
+constexpr int CHANNELS = N / 32;  // key channels a lane takes where a warp runs over all
+
+// Two neighbouring elements of a row of SplitRows<rows, N_TERMS>.
+template <int N_TERMS>
+__device__ __forceinline__ void put_split(bf16* at, int rows, float low, float high) {
+  u32 terms[N_TERMS];
+  split(low, high, terms);
+#pragma unroll
+  for (int n = 0; n < N_TERMS; ++n) *reinterpret_cast<u32*>(at + n * rows * SPLIT_PITCH) = terms[n];
+}
+
+// Keys of the fold: short histories are split once, for all warps; long ones are kept as floats, which take less room, and split as
+// they are read.
+struct SplitKeys {
+  using Rows = SplitRows<BUFFER_LEN, 3>;
+  bf16 at[3 * BUFFER_LEN * SPLIT_PITCH];
+  __device__ void put(int entry, int channel, float low, float high) {
+    put_split<3>(at + entry * SPLIT_PITCH + channel, BUFFER_LEN, low, high);
+  }
+};
+struct FloatKeys {
+  using Rows = FloatRows;
+  float at[BUFFER_LEN * FLOAT_PITCH];
+  __device__ void put(int entry, int channel, float low, float high) {
+    *reinterpret_cast<float2*>(at + entry * FLOAT_PITCH + channel) = {low, high};
+  }
+};
+template <bool SHORT>
+struct ShortKeys {
+  using type = SplitKeys;
+};
+template <>
+struct ShortKeys<false> {
+  using type = FloatKeys;
+};
+using BackKeys = ShortKeys<(BUFFER_LEN <= 32)>::type;
+struct FoldColumns {
+  FloatKeys front;  // k_j decayed from the checkpoint on
+  BackKeys back;    // k_j decayed to the history's end
+};
+
+// A thread serves two neighbouring key channels; where they are few, several groups of threads share the work on each.
+constexpr int GROUPS = 2 * WARPS * 32 / N;
+static_assert(GROUPS * (N / 2) == WARPS * 32, "every thread has its channels");
+
+__device__ __forceinline__ float2 load_pair(const Act* at) {
+  if constexpr (sizeof(Act) == 4) return *reinterpret_cast<const float2*>(at);
+  const u32 pair = *reinterpret_cast<const u32*>(at);
+  if constexpr (ACT_TERMS == 1) return {low_bf16(pair), high_bf16(pair)};
+  return {low_fp16(pair), high_fp16(pair)};
+}
+
+// Calls use(entry, log decays) for a history from the newest entry to the oldest, or the other way round.
+template <bool BACKWARDS, typename Use>
+__device__ __forceinline__ void each_gate(const float* ring, const History& row, int channel, const Use& use) {
+  constexpr int BATCH = 8;  // loads in flight
+#pragma unroll 1
+  for (int first = 0; first < row.history; first += BATCH) {
+    float2 g[BATCH];
+#pragma unroll
+    for (int i = 0; i < BATCH; ++i)
+      if (first + i < row.history)
+        g[i] = *reinterpret_cast<const float2*>(ring + row.place(BACKWARDS ? row.history - 1 - first - i : first + i) * N + channel);
+#pragma unroll
+    for (int i = 0; i < BATCH; ++i)
+      if (first + i < row.history) use(BACKWARDS ? row.history - 1 - first - i : first + i, g[i]);
+  }
+}
+
+// Factors and columns of a fold of one head, by the whole block, from keys and norms in shared memory; the rings are the head's.
+template <typename Shared>
+__device__ __forceinline__ void make_fold_factors(const History& row, const float* ring_g, const float* ring_beta, Shared& shared, int lane,
+                                                  int warp) {
+  const int channel = threadIdx.x % (N / 2) * 2;
+  for (int part = threadIdx.x / (N / 2); part < 2; part += GROUPS) {
+    float2 sum = {0.f, 0.f};
+    auto scaled = [&](auto& to, int entry) {
+      const float2 key = load_pair(shared.keys + entry * PITCH + channel);
+      to.put(entry, channel, key.x * expf(sum.x), key.y * expf(sum.y));
+    };
+    if (part == 0) {
+      each_gate<false>(ring_g, row, channel, [&](int entry, float2 g) {
+        sum.x += g.x, sum.y += g.y;
+        scaled(shared.fold_columns.front, entry);
+      });
+    } else {
+      each_gate<true>(ring_g, row, channel, [&](int entry, float2 g) {
+        scaled(shared.fold_columns.back, entry);
+        sum.x += g.x, sum.y += g.y;
+      });
+      shared.decay[channel] = expf(sum.x), shared.decay[channel + 1] = expf(sum.y);
+    }
+  }
+  FoldFactors& fold = shared.fold;
+  for (int j = threadIdx.x; j < row.history; j += WARPS * 32) {
+    fold.lead[j] = -shared.key_norm[j], fold.last[j] = shared.key_norm[j];
+    fold.beta[j] = ring_beta[row.place(j)];
+  }
+  for (int source = warp; source < row.history; source += WARPS) {
+    float key[CHANNELS], sum[CHANNELS] = {};
+#pragma unroll
+    for (int n = 0; n < CHANNELS; ++n) key[n] = to_float(shared.keys[source * PITCH + n * 32 + lane]) * shared.key_norm[source];
+    for (int target = source + 1; target < row.history; ++target) {
+      float dot = 0.f;
+#pragma unroll
+      for (int n = 0; n < CHANNELS; ++n) {
+        sum[n] += ring_g[row.place(target) * N + n * 32 + lane];
+        dot = fmaf(key[n] * expf(sum[n]), to_float(shared.keys[target * PITCH + n * 32 + lane]), dot);
+      }
+      dot = warp_sum(dot);
+      if (lane == 0) fold.solve[target][source] = dot * shared.key_norm[target];
+    }
+  }
+  __syncthreads();
+  if (warp == 0) invert(fold, row.history, lane);
+  __syncthreads();
+}
