@@ -385,6 +385,12 @@ class Harness:
         model.history = 0
         model.inputs = [{k: v[:0] for k, v in inputs.items()} for inputs in model.inputs]
 
+    def state_at(self, slot: int, layer: int, tokens: int) -> torch.Tensor:
+        """The true state after some of the tokens in a slot's history."""
+        model = self.slots[slot]
+        inputs = {name: values[:tokens] for name, values in model.inputs[layer].items()}
+        return recurrence(self.spec, inputs, self.weights[layer], model.checkpoint[layer])[1]
+
     def live(self, slot: int) -> bool:
         return 0 <= slot != self.pad_slot
 

@@ -6,7 +6,22 @@ commit while other slots run, move and end. ``make fuzz`` goes on for longer, wi
 
 import pytest
 import torch
-from harness import DTYPES, FAMILIES, Harness, bits, dense, kept_nodes, path_to, projection_views, same_bits, small_spec, with_format
+from harness import (
+    DTYPES,
+    FAMILIES,
+    FLIPS,
+    STATE_FP32,
+    Harness,
+    bits,
+    dense,
+    kept_nodes,
+    path_to,
+    projection_views,
+    relative_error,
+    same_bits,
+    small_spec,
+    with_format,
+)
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
@@ -235,6 +250,34 @@ class Lives(RuleBasedStateMachine):
         for a, b in zip(sources, destinations, strict=True):
             if a >= 0 and b >= 0:
                 harness.slots[b] = before[a].copy()
+        self.count(1)
+
+    @rule(data=st.data(), side=either, destinations=indices, move=st.booleans())
+    def materialize(self, data, side, destinations, move):
+        """True states at any boundary, into a tensor or into slots that are no sources; some rows are skipped."""
+        harness = self.sides[side]
+        destinations = self.closed(harness, destinations)
+        allowed = [slot for slot in self.closed(harness, range(SLOTS)) if slot not in destinations]
+        sources = [data.draw(st.sampled_from([*allowed, -1]), label="source") for _ in destinations]
+        tokens = [data.draw(st.integers(-1, harness.slots[slot].history if slot >= 0 else 0), label="tokens") for slot in sources]
+        positions = [-1 if count < 0 else harness.slots[max(slot, 0)].position + count for slot, count in zip(sources, tokens, strict=True)]
+        given = torch.tensor(positions, dtype=torch.int64, device=harness.device)
+        harness.poison()
+        out = harness.cache.materialize(sources, given, **{"destination": destinations} if move else {})
+        for row, (slot, count) in enumerate(zip(sources, tokens, strict=True)):
+            skipped = slot < 0 or count < 0 or (move and destinations[row] < 0)
+            states = [] if skipped else [harness.state_at(slot, layer, count) for layer in range(harness.num_layers)]
+            if move and not skipped:
+                harness.slots[destinations[row]] = harness._fresh(states)
+                harness.slots[destinations[row]].position = positions[row]
+                harness.judge_state(destinations[row])
+            for layer in range(0 if move else harness.num_layers):
+                if skipped:
+                    assert not out[layer, row].any()
+                else:
+                    exact = harness.spec.checkpoint_dtype == torch.float32
+                    assert relative_error(out[layer, row], states[layer]) <= (STATE_FP32 if exact else FLIPS[harness.spec.state_format])
+        harness.judge_cursors()
         self.count(1)
 
     @rule(side=either, slots=indices)
