@@ -98,19 +98,34 @@ __device__ __forceinline__ void make_fold_factors(const History& row, const floa
     fold.lead[j] = -shared.key_norm[j], fold.last[j] = shared.key_norm[j];
     fold.beta[j] = ring_beta[row.place(j)];
   }
-  for (int source = warp; source < row.history; source += WARPS) {
-    float key[CHANNELS], sum[CHANNELS] = {};
+  // Pairs: a warp takes some sources through the targets after them, so that they share the targets' decays. Their products keep the
+  // accuracy of the recurrence, which multiplies by the same.
+  constexpr int SOURCES = 4;
+  for (int first = warp; first < row.history; first += SOURCES * WARPS) {
+    float weight[SOURCES][CHANNELS];
 #pragma unroll
-    for (int n = 0; n < CHANNELS; ++n) key[n] = to_float(shared.keys[source * PITCH + n * 32 + lane]) * shared.key_norm[source];
-    for (int target = source + 1; target < row.history; ++target) {
-      float dot = 0.f;
+    for (int s = 0; s < SOURCES; ++s) {
+      const int source = min(first + s * WARPS, row.history - 1);
+#pragma unroll
+      for (int n = 0; n < CHANNELS; ++n) weight[s][n] = to_float(shared.keys[source * PITCH + n * 32 + lane]) * shared.key_norm[source];
+    }
+    for (int target = first + 1; target < row.history; ++target) {
+      float decay[CHANNELS], key[CHANNELS];
 #pragma unroll
       for (int n = 0; n < CHANNELS; ++n) {
-        sum[n] += ring_g[row.place(target) * N + n * 32 + lane];
-        dot = fmaf(key[n] * expf(sum[n]), to_float(shared.keys[target * PITCH + n * 32 + lane]), dot);
+        decay[n] = expf(ring_g[row.place(target) * N + n * 32 + lane]);
+        key[n] = to_float(shared.keys[target * PITCH + n * 32 + lane]) * shared.key_norm[target];
       }
-      dot = warp_sum(dot);
-      if (lane == 0) fold.solve[target][source] = dot * shared.key_norm[target];
+#pragma unroll
+      for (int s = 0; s < SOURCES; ++s) {
+        const int source = first + s * WARPS;
+        if (source >= target) break;
+        float dot = 0.f;
+#pragma unroll
+        for (int n = 0; n < CHANNELS; ++n) weight[s][n] *= decay[n], dot = fmaf(weight[s][n], key[n], dot);
+        dot = warp_sum(dot);
+        if (lane == 0) fold.solve[target][source] = dot;
+      }
     }
   }
   __syncthreads();
