@@ -98,7 +98,7 @@ def min_blocks(spec: ReplaySpec) -> int:
         return 3 if spec.max_tokens > 8 or spec.state_dim > 128 else 4
     if spec.family == "kda" and spec.buffer_len > 32:
         return 2
-    return 4 if narrow and spec.buffer_len <= (16 if spec.family == "kda" else 32) else 3
+    return 4 if narrow and spec.buffer_len <= 16 else 3
 
 
 def smem_bytes(spec: ReplaySpec, heads: int) -> int:

@@ -341,7 +341,6 @@ template <int RUNS, typename To, typename Decode, typename Decay, typename Keys>
 __device__ __forceinline__ void fold_runs(const To& to, int first, const Decode& decode, const Decay& decay,
                                           const u32 (&factors)[FOLD_STEPS][3][4], Keys keys, int history, int lane) {
   constexpr int VEC = Whole::VEC;
-  lane = opaque(lane);
   const u32 select = lane / 4 & 1 ? 0x7632 : 0x5410;
 #pragma unroll
   for (int i = 0; i < RUNS; ++i) {

@@ -30,6 +30,6 @@ __device__ __forceinline__ void fold_unit(const char* lane_row, const To& to, fl
     whole.load(lane_row, first);
     fold_runs<FOLD_BATCH>(
         to, first, [&](float (&value)[Whole::VEC], int i, int row) { whole.decode(value, i, row); }, [=](int) { return decay; }, factors,
-        ActRows{keys}, history, lane);
+        ActRows{keys}, history, opaque(lane));
   }
 }

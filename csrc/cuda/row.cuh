@@ -1,11 +1,13 @@
 // One row of a batch: its slot, its tokens, its cursors, and whether it folds. The flush rule of the kernels is decided here.
 
 struct Row : History {
-  i64 first;   // what the row strides of token inputs are multiplied by
-  int tokens;  // new tokens
-  int width;   // tokens the output has room for; those past `tokens` are zero
-  bool folds;
+  i64 first;        // what the row strides of token inputs are multiplied by
+  int tokens;       // new tokens
+  int width;        // tokens the output has room for; those past `tokens` are zero
   const u32* path;  // in shared memory, of a tree: bit j of path[t] for new token j on the way from a root to token t, t included
+
+  // Not kept in a register from the prologue on.
+  __device__ bool folds() const { return tokens > 0 && history + opaque(tokens) > BUFFER_LEN; }
 
   // Whether new token t sees entry j: the history, and up to itself what lies on its path.
   __device__ bool sees(int token, int entry) const {
@@ -68,7 +70,6 @@ __device__ __forceinline__ Row load_row(const Params& p, int row) {
   r.width = r.slot < 0 && p.keep_padding ? 0 : cu_seqlens ? tokens : p.tokens;
   r.start = r.slot < 0 ? 0 : static_cast<const int*>(p.ring_start)[r.slot];
   r.history = r.slot < 0 ? 0 : static_cast<const int*>(p.history)[r.slot];
-  r.folds = r.tokens > 0 && r.history + r.tokens > BUFFER_LEN;
   if constexpr (TREE) r.path = load_paths(p, r);
   return r;
 }
