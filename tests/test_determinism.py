@@ -80,6 +80,26 @@ def test_row_lengths_in_every_form(family, device):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_dead_entries_change_no_bit(family, device):
+    """Whatever the ring holds outside the histories, and memory beside the slots of the batch: zeros, NaN, infinity."""
+    harness, inputs = prepared(family, device, 6)
+    saved, dead, slots = snapshot(harness.cache), harness.dead().to(device), [4, 1, 2, 0]
+    results = []
+    for value in (0.0, float("nan"), float("inf"), -1e30):
+        restore(harness.cache, saved)
+        for name, tensor in harness.cache.layers[0].items():
+            if name != "state":
+                tensor.masked_fill_(dead[:, None, :, None] if tensor.dim() == 4 else dead[:, None], value)
+            for other in (3, 5):
+                tensor[other].fill_(value)
+        out = run(harness, {name: tensor[slots] for name, tensor in inputs.items()}, slots)
+        results.append((out, harness.cache.layers[0]["state"][slots]))
+    for out, state in results[1:]:
+        assert same_bits(out, results[0][0])
+        assert same_bits(state, results[0][1])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_hundred_times(family, device):
     harness, inputs = prepared(family, device, 8)
     saved = snapshot(harness.cache)
