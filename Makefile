@@ -28,7 +28,7 @@ test-slow: $(READY)
 
 # The behaviour tests on the CUDA kernels, without a GPU.
 test-emulated: $(READY)
-	$(PY) -m pytest --emulate 0 $(addprefix tests/,test_step.py test_trees.py test_delta.py test_standard.py test_cache.py test_determinism.py) $(ARGS)
+	$(PY) -m pytest --emulate 0 $(addsuffix .py,$(addprefix tests/test_,step trees delta standard cache determinism interop state_machine)) $(ARGS)
 
 # Random lives a family; ARGS="-k gdn" chooses one.
 LIVES ?= 3000
