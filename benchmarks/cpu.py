@@ -57,7 +57,7 @@ class Arena:
         for size in shape:
             count *= size
         bytes_ = max(count * dtype.itemsize, 1)
-        memory = mmap.mmap(-1, (bytes_ + (1 << 21) - 1) >> 21 << 21)
+        memory = mmap.mmap(-1, (bytes_ + (1 << 21) - 1) >> 21 << 21, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         memory.madvise(mmap.MADV_HUGEPAGE if self._huge else mmap.MADV_NOHUGEPAGE)
         return torch.frombuffer(memory, dtype=dtype, count=count).view(shape).zero_()
 

@@ -67,10 +67,9 @@ static void run_head(const Params* p, const Row& row, int head, const Window& w,
     std::memcpy(ring_v + row.place[row.history + t] * P, at<act>(p->v, row.batch * p->v_row + t * p->v_token + head * p->v_outer),
                 P * sizeof(act));
   alignas(64) float product[2 * MAX_TOKENS * P];
-  for_each_block<State, P, N>(state, row.flush, [&](Block block, const auto& plane, const char* ahead, Block soon) INLINE_LAMBDA {
-    const int second = block.second - block.first;
-    if (row.tokens) multiply_plane(plane, *w.columns, product + block.first, P, second);
-    if (row.flush) fold_exactly<State>(row, fold, ring_v, state, state, block, ahead, soon);
+  for_each_block<State, P, N>(state, row.flush, [&](int first, const auto& plane, const char* ahead, int soon) INLINE_LAMBDA {
+    if (row.tokens) multiply_plane(plane, *w.columns, product + first, P);
+    if (row.flush) fold_exactly<State>(row, fold, ring_v, state, state, first, ahead, soon);
   });
   solve_tokens(p, row, head, w, product);
 }

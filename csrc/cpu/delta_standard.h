@@ -15,7 +15,7 @@ struct Token {
 // Rows of a place times both columns, for multiply_block.
 template <class Place>
 struct PlaceTimesColumns {
-  static constexpr bool FALLING = false;
+  static constexpr int LANES_APART = 1;
   const Place& place;
   vf x[N / VW], z[N / VW];
   INLINE PlaceTimesColumns(const Place& place, const float* columns) : place(place) {
@@ -25,9 +25,9 @@ struct PlaceTimesColumns {
       KEEP(z[i]);
     }
   }
-  INLINE void quad(int r, std::false_type, vf (*acc)[2]) const {
+  INLINE void quad(int r, vf (*acc)[2]) const {
     UNROLL for (int k = 0; k < QUAD; k++) {
-      const Place row = place.row(r + k);
+      const Place row = place.row(r * QUAD + k);
       UNROLL for (int i = 0; i < N / VW; i += 2) {
         vf a, b;
         row(i * VW, a, b);
@@ -69,7 +69,7 @@ static void run_head(const Params* p, const Row& row, int head, const Token* tok
     for (int t = 0; t < row.tokens; t++) {
       const Token& token = tokens[t];
       at_place(p, row, head, p0, t, kept, [&](auto place) {
-        multiply_block<2>(PlaceTimesColumns<decltype(place)>(place, token.columns), products, VW, HALF);
+        multiply_block<2>(PlaceTimesColumns<decltype(place)>(place, token.columns), products, VW, 1);
         const act* v = at<act>(p->v, row.batch * p->v_row + t * p->v_token + head * p->v_outer) + p0;
         const vf u = token.beta * (Act::load(v) - token.state_u * load(products));
         act* out = at<act>(p->out, row.batch * p->out_row + t * p->out_token + head * p->out_outer) + p0;

@@ -47,7 +47,7 @@ struct fp32 {
   static INLINE float scalar(T x) { return x; }
   static constexpr bool split = false;
   static INLINE vf load(const T* p) { return ::load(p); }
-  static INLINE vf load_halves(const T* a, const T* b) { return ::load_halves(a, b); }
+  static INLINE vf load_runs(const T* p, int apart) { return ::load_runs<vf>(p, apart); }
   static INLINE void store(T* p, vf v) { ::store(p, v); }
   static INLINE void load2(const T* p, vf& a, vf& b) { a = load(p), b = load(p + VW); }
   static INLINE void store2(T* p, vf a, vf b) { store(p, a), store(p + VW, b); }
@@ -58,7 +58,7 @@ struct fp16 {
   static INLINE float scalar(T x) { return half_to_float(vh{} + x)[0]; }
   static constexpr bool split = false;
   static INLINE vf load(const T* p) { return half_to_float(load_as<vh>(p)); }
-  static INLINE vf load_halves(const T* a, const T* b) { return half_to_float(::load_halves(a, b)); }
+  static INLINE vf load_runs(const T* p, int apart) { return half_to_float(::load_runs<vh>(p, apart)); }
   static INLINE void store(T* p, vf v) { store_as(p, float_to_half(v)); }
   static INLINE void load2(const T* p, vf& a, vf& b) { a = load(p), b = load(p + VW); }
   static INLINE void store2(T* p, vf a, vf b) { store(p, a), store(p + VW, b); }
@@ -69,7 +69,7 @@ struct bf16 {
   static INLINE float scalar(T x) { return as_float(vu{} + ((uint32_t)x << 16))[0]; }
   static constexpr bool split = true;
   static INLINE vf load(const T* p) { return as_float(widen(load_as<vh>(p)) << 16); }
-  static INLINE vf load_halves(const T* a, const T* b) { return as_float(widen(::load_halves(a, b)) << 16); }
+  static INLINE vf load_runs(const T* p, int apart) { return as_float(widen(::load_runs<vh>(p, apart)) << 16); }
   static INLINE void store(T* p, vf v) { store_as(p, narrow(bf16_round(as_bits(v)) >> 16)); }
   static INLINE void load2(const T* p, vf& even, vf& odd) {
     vu w = load_as<vu>(p);

@@ -46,7 +46,8 @@
 #define INLINE_LAMBDA __attribute__((always_inline))
 
 constexpr int VW = VECTOR_BYTES / 4;  // fp32 lanes of a vector
-constexpr int HALF = VW / 2;
+constexpr int QUAD = 4;               // vectors that are summed together
+constexpr int RUN = VW / QUAD;        // quads of VW vectors
 
 constexpr int round_up(int n, int unit) { return (n + unit - 1) / unit * unit; }
 
@@ -54,8 +55,6 @@ typedef float vf __attribute__((vector_size(VECTOR_BYTES)));
 typedef int32_t vi __attribute__((vector_size(VECTOR_BYTES)));
 typedef uint32_t vu __attribute__((vector_size(VECTOR_BYTES)));
 typedef uint16_t vh __attribute__((vector_size(VECTOR_BYTES / 2)));
-typedef float half_vf __attribute__((vector_size(VECTOR_BYTES / 2)));
-typedef uint16_t half_vh __attribute__((vector_size(VECTOR_BYTES / 4)));
 
 // Loads and stores go through memcpy: any alignment, no aliasing assumption, one instruction.
 template <class V>
@@ -87,7 +86,16 @@ INLINE bool all_zero(vf v) {
 }
 
 // Asks for `bytes` from p on to be brought near, into the second cache: the first one's few pending misses are for what is read now.
-INLINE void prefetch(const char* p, int bytes) { UNROLL for (int i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 2); }
+// It stays in its place between loads; compilers would gather prefetches, and a burst of them holds up the loads behind it.
+INLINE void prefetch(const char* p, int bytes) {
+  UNROLL for (int i = 0; i < bytes; i += 64) {
+#if defined(__x86_64__)
+    asm volatile("prefetcht1 %0" : : "m"(p[i]) : "memory");
+#else
+    __builtin_prefetch(p + i, 0, 2);
+#endif
+  }
+}
 
 // 16-bit numbers to 32-bit ones, and the low halves back.
 INLINE vu widen(vh h) {
@@ -117,37 +125,25 @@ struct LanesTo<0, I...> {
 };
 typedef typename LanesTo<VW>::type AllLanes;
 
-// A vector from two runs of HALF numbers, and back.
-#if defined(__clang__) || __GNUC__ >= 12
-template <class V, class H, int... I>
-INLINE V join(H a, H b, Lanes<I...>) {
-  return SHUFFLE(a, b, I...);
-}
-template <int... I>
-INLINE half_vf run_of(vf v, int first, Lanes<I...>) {
-  return first ? SHUFFLE(v, v, (HALF + I)...) : SHUFFLE(v, v, I...);
-}
-#else
-template <class V, class H, int... I>
-INLINE V join(H a, H b, Lanes<I...>) {
-  V v;
-  std::memcpy(&v, &a, sizeof a);
-  std::memcpy((char*)&v + sizeof a, &b, sizeof b);
+// A vector from QUAD runs of RUN numbers, `apart` numbers from one to the next, and back; 1 apart means VW neighbours.
+template <class V, class T>
+INLINE V load_runs(const T* p, int apart) {
+  if (apart == 1) return load_as<V>(p);
+  V v = {};
+  UNROLL for (int k = 0; k < QUAD; k++) {
+    T run[RUN];
+    std::memcpy(run, p + k * apart, sizeof run);
+    UNROLL for (int r = 0; r < RUN; r++) v[k * RUN + r] = run[r];
+  }
   return v;
 }
-template <int... I>
-INLINE half_vf run_of(vf v, int first, Lanes<I...>) {
-  half_vf run;
-  std::memcpy(&run, (const char*)&v + first * sizeof(float), sizeof run);
-  return run;
-}
-#endif
-typedef typename LanesTo<HALF>::type HalfLanes;
-INLINE vf load_halves(const float* a, const float* b) { return join<vf>(load_as<half_vf>(a), load_as<half_vf>(b), AllLanes()); }
-INLINE vh load_halves(const uint16_t* a, const uint16_t* b) { return join<vh>(load_as<half_vh>(a), load_as<half_vh>(b), AllLanes()); }
-INLINE void store_halves(float* a, float* b, vf v) {
-  store_as(a, run_of(v, 0, HalfLanes()));
-  store_as(b, run_of(v, HALF, HalfLanes()));
+INLINE void store_runs(float* p, int apart, vf v) {
+  if (apart == 1) return store(p, v);
+  UNROLL for (int k = 0; k < QUAD; k++) {
+    float run[RUN];
+    UNROLL for (int r = 0; r < RUN; r++) run[r] = v[k * RUN + r];
+    std::memcpy(p + k * apart, run, sizeof run);
+  }
 }
 
 // Even and odd elements of 2 VW consecutive ones, and back.
@@ -194,28 +190,29 @@ INLINE vf fold_lanes(vf a, vf b, Lanes<I...>) {
   return SHUFFLE(a, b, ((I & S) ? VW + I : I)...) + SHUFFLE(a, b, ((I & S) ? VW + (I ^ S) : (I ^ S))...);
 }
 
-// Sums of many vectors: QUAD of them at first, whose sums are lanes 0 to 3 of every four, then VW / QUAD such vectors (at v, VW floats
-// each), so that lane i of the end is the sum of vector i.
-constexpr int QUAD = 4;
+// Sums of VW vectors: first those of a quad each, then of the RUN vectors (at v, VW floats each) that this gave. Lane i of the end is the
+// sum of vector i; the quads are (0, 1, 2, 3), (4, ...) and so on where APART is 1, and (0, RUN, 2 RUN, 3 RUN), (1, ...) where it is RUN.
+template <int APART>
 INLINE vf sum_quad(vf a, vf b, vf c, vf d) {
-  return fold_lanes<2>(fold_lanes<1>(a, b, AllLanes()), fold_lanes<1>(c, d, AllLanes()), AllLanes());
+  return fold_lanes<2 * APART>(fold_lanes<APART>(a, b, AllLanes()), fold_lanes<APART>(c, d, AllLanes()), AllLanes());
 }
+template <int APART>
 INLINE vf sum_quads(const float* v) {
-#if VECTOR_BYTES == 64
-  return fold_lanes<8>(fold_lanes<4>(load(v), load(v + VW), AllLanes()), fold_lanes<4>(load(v + 2 * VW), load(v + 3 * VW), AllLanes()),
-                       AllLanes());
-#elif VECTOR_BYTES == 32
-  return fold_lanes<4>(load(v), load(v + VW), AllLanes());
-#else
-  return load(v);
-#endif
+  constexpr int STEP = APART == 1 ? QUAD : 1;
+  if constexpr (RUN == 4)
+    return fold_lanes<2 * STEP>(fold_lanes<STEP>(load(v), load(v + VW), AllLanes()),
+                                fold_lanes<STEP>(load(v + 2 * VW), load(v + 3 * VW), AllLanes()), AllLanes());
+  else if constexpr (RUN == 2)
+    return fold_lanes<STEP>(load(v), load(v + VW), AllLanes());
+  else
+    return load(v);
 }
 
 INLINE vf sum_lanes(const float* v) {  // of VW vectors, VW floats each
-  alignas(64) float quads[VW / QUAD * VW];
+  alignas(64) float quads[RUN * VW];
   UNROLL for (int i = 0; i < VW; i += QUAD)
-      store(quads + i / QUAD * VW, sum_quad(load(v + i * VW), load(v + (i + 1) * VW), load(v + (i + 2) * VW), load(v + (i + 3) * VW)));
-  return sum_quads(quads);
+      store(quads + i / QUAD * VW, sum_quad<1>(load(v + i * VW), load(v + (i + 1) * VW), load(v + (i + 2) * VW), load(v + (i + 3) * VW)));
+  return sum_quads<1>(quads);
 }
 
 // q 2^n for whole n; denormal and then zero below the normal range.
