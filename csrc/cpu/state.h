@@ -63,12 +63,13 @@ struct PlaneTimesColumns {
     }
   }
   INLINE void quad(int r, vf (*acc)[C]) const {
+    const char *first = plane.first + plane.offset(0, r), *ahead = plane.ahead + plane.offset(0, r);
     UNROLL for (int k = 0; k < QUAD; k++) {
-      const int offset = plane.offset(k, r);
+      const int row = plane.offset(k, 0);
       if (RESIDENT)
-        UNROLL for (int s = 0; s < STEPS; s++) step(plane.first + offset, plane.ahead + offset, 2 * VW * s, acc[k]);
+        UNROLL for (int s = 0; s < STEPS; s++) step(first + row, ahead + row, 2 * VW * s, acc[k]);
       else
-        for (int s = 0; s < STEPS; s++) step(plane.first + offset, plane.ahead + offset, 2 * VW * s, acc[k]);
+        for (int s = 0; s < STEPS; s++) step(first + row, ahead + row, 2 * VW * s, acc[k]);
     }
   }
 };
@@ -94,16 +95,14 @@ struct PlaneTimesBf16 {
       }
   }
   INLINE void quad(int r, vf (*acc)[C]) const {
-    UNROLL for (int k = 0; k < QUAD; k++) {
-      const int offset = plane.offset(k, r);
-      UNROLL for (int s = 0; s < STEPS; s++) {
-        const int n = 2 * VW * s;
-        const vi numbers = load_as<vi>(plane.first + offset + 2 * n);
-        prefetch(plane.ahead + offset + 2 * n, VECTOR_BYTES);
-        UNROLL for (int c = 0; c < C; c++) {
-          const vi column = RESIDENT ? resident[(c * N + n) / (2 * VW)] : load_as<vi>(columns + c * N + n);
-          acc[k][c] = (vf)_mm512_dpbf16_ps((__m512)acc[k][c], (__m512bh)numbers, (__m512bh)column);
-        }
+    const char *first = plane.first + plane.offset(0, r), *ahead = plane.ahead + plane.offset(0, r);
+    UNROLL for (int k = 0; k < QUAD; k++) UNROLL for (int s = 0; s < STEPS; s++) {
+      const int n = 2 * VW * s, at = plane.offset(k, 0) + 2 * n;
+      const vi numbers = load_as<vi>(first + at);
+      prefetch(ahead + at, VECTOR_BYTES);
+      UNROLL for (int c = 0; c < C; c++) {
+        const vi column = RESIDENT ? resident[(c * N + n) / (2 * VW)] : load_as<vi>(columns + c * N + n);
+        acc[k][c] = (vf)_mm512_dpbf16_ps((__m512)acc[k][c], (__m512bh)numbers, (__m512bh)column);
       }
     }
   }

@@ -72,10 +72,22 @@ INLINE void store(float* p, vf v) { store_as(p, v); }
 INLINE vf splat(float x) { return x - vf{}; }
 INLINE vu as_bits(vf v) { return (vu)v; }
 INLINE vf as_float(vu v) { return (vf)v; }
-INLINE vf select(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask & (vi)no)); }
 INLINE vu select(vi mask, vu yes, vu no) { return ((vu)mask & yes) | (~(vu)mask & no); }
-INLINE vf max(vf a, vf b) { return a > b ? a : b; }
-INLINE vf min(vf a, vf b) { return a < b ? a : b; }
+// The second one if either is NaN.
+INLINE vf max(vf a, vf b) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+  return a > b ? a : b;
+#endif
+}
+INLINE vf min(vf a, vf b) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_min_ps((__m512)a, (__m512)b);
+#else
+  return a < b ? a : b;
+#endif
+}
 
 INLINE bool all_zero(vf v) {
   const vi nonzero = v != vf{};  // NaN counts
@@ -190,6 +202,15 @@ INLINE vf fold_lanes(vf a, vf b, Lanes<I...>) {
   return SHUFFLE(a, b, ((I & S) ? VW + I : I)...) + SHUFFLE(a, b, ((I & S) ? VW + (I ^ S) : (I ^ S))...);
 }
 
+// Sum of a vector's lanes.
+INLINE float sum(vf v) {
+  v = fold_lanes<1>(v, v, AllLanes());
+  v = fold_lanes<2>(v, v, AllLanes());
+  if constexpr (VW >= 8) v = fold_lanes<4>(v, v, AllLanes());
+  if constexpr (VW >= 16) v = fold_lanes<8>(v, v, AllLanes());
+  return v[0];
+}
+
 // Sums of VW vectors: first those of a quad each, then of the RUN vectors (at v, VW floats each) that this gave. Lane i of the end is the
 // sum of vector i; the quads are (0, 1, 2, 3), (4, ...) and so on where APART is 1, and (0, RUN, 2 RUN, 3 RUN), (1, ...) where it is RUN.
 template <int APART>
@@ -242,9 +263,9 @@ INLINE vf exp(vf x) {
   return scale_by_power(q, n);
 }
 
-// log(1 + e^x), as torch computes it: x itself beyond 20.
-INLINE vf softplus(vf x) {
-  const vf e = exp(select(x > splat(0.0f), -x, x));
+// log(1 + e^x), as torch computes it: x itself beyond 20. In two halves, so that a caller with many vectors can run each over all.
+INLINE vf softplus_exp(vf x) { return exp(x > splat(0.0f) ? -x : x); }
+INLINE vf softplus_rest(vf x, vf e) {
   const vf s = e / (e + 2.0f);  // log(1 + e) = 2 atanh(e / (2 + e)), s <= 1/3
   const vf s2 = s * s;
   vf q = s2 * (1.0f / 17) + (1.0f / 15);
@@ -256,7 +277,8 @@ INLINE vf softplus(vf x) {
   q = q * s2 + (1.0f / 3);
   const vf s_twice = s + s;
   const vf log1p = q * s2 * s_twice + s_twice;
-  return select(x > splat(20.0f), x, max(x, vf{}) + log1p);
+  return x > splat(20.0f) ? x : (x > vf{} ? x : vf{}) + log1p;
 }
+INLINE vf softplus(vf x) { return softplus_rest(x, softplus_exp(x)); }
 
 INLINE vf sigmoid(vf x) { return 1.0f / (1.0f + exp(-x)); }
