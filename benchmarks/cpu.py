@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
+import math
 import mmap
 import os
 import platform
@@ -24,7 +25,7 @@ from typing import Any
 
 import torch
 
-from replayssm_jit import jit, specs, synthetic
+from replayssm_jit import jit, memory, specs, synthetic
 from replayssm_jit.jit.module import ModuleSpec
 from replayssm_jit.jit.params import ParamStruct
 from replayssm_jit.kernels import COMMIT, CURSOR_PARAMS
@@ -46,20 +47,19 @@ def make_spec(family: str, **options: Any) -> specs.ReplaySpec:
 
 
 class Arena:
-    """Memory for cache tensors, on huge pages when asked."""
+    """Memory for cache tensors: as a cache allocates it, or without huge pages."""
 
     def __init__(self, huge_pages: bool) -> None:
         self._huge = huge_pages
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A zeroed tensor."""
-        count = 1
-        for size in shape:
-            count *= size
-        bytes_ = max(count * dtype.itemsize, 1)
-        memory = mmap.mmap(-1, (bytes_ + (1 << 21) - 1) >> 21 << 21, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        memory.madvise(mmap.MADV_HUGEPAGE if self._huge else mmap.MADV_NOHUGEPAGE)
-        return torch.frombuffer(memory, dtype=dtype, count=count).view(shape).zero_()
+        if self._huge:
+            return memory.zeros(shape, dtype, torch.device("cpu"))
+        count = math.prod(shape)
+        small = mmap.mmap(-1, count * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        small.madvise(mmap.MADV_NOHUGEPAGE)
+        return torch.frombuffer(small, dtype=dtype, count=count).view(shape).zero_()
 
 
 class Launch:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from . import checks, kernels, logging
+from . import checks, kernels, logging, memory
 from .blob import bit_view, export_slots, import_slots
 from .jit import env
 from .kernels import COMMIT, FLUSH, MOVE, RESET, STATE_DTYPES
@@ -96,7 +96,7 @@ class ReplayCache:
         checks.plain_int("num_slots", num_slots, 1)
         where = _indexed(torch.device(device))
         layers = [
-            {name: torch.zeros(num_slots, *shape, dtype=dtype, device=where) for name, (shape, dtype) in spec.cache_tensors.items()}
+            {name: memory.zeros((num_slots, *shape), dtype, where) for name, (shape, dtype) in spec.cache_tensors.items()}
             for _ in range(num_layers)
         ]
         return cls(spec, layers, _fresh_cursors(num_slots, where))
