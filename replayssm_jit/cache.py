@@ -66,7 +66,7 @@ class ReplayCache:
         self._state = kernels.StateKernel(spec, self.device)
         self._compact: kernels.CompactKernel | None = None
         self._fold_kernel: kernels.FoldKernel | None = None
-        self._fold_weights: list[dict[str, torch.Tensor] | None] = []
+        self._described: list[dict[str, torch.Tensor] | None] | None = None  # weights that the fold kernel's table knows
         logging.attach(
             self, ("set_weights", "reset", "load_state", "read_state", "flush", "materialize", "copy_slots", "export", "import_")
         )
@@ -639,9 +639,11 @@ class ReplayCache:
         views: Sequence[torch.Tensor] | None = None,
     ) -> None:
         """Bring slots to positions and leave the states in ``views``, or in the slots ``targets``, in one launch."""
-        if self._fold_kernel is None or any(now is not then for now, then in zip(self.weights, self._fold_weights, strict=True)):
-            fields = [self.layer_fields(layer) for layer in range(len(self.layers))]
-            self._fold_kernel, self._fold_weights = kernels.FoldKernel(self.spec, fields, self.device), list(self.weights)
+        if self._fold_kernel is None:
+            self._fold_kernel = kernels.FoldKernel(self.spec, len(self.layers), self.device)
+        if self._described is None or any(now is not then for now, then in zip(self.weights, self._described, strict=True)):
+            self._fold_kernel.describe([self.layer_fields(layer) for layer in range(len(self.layers))])
+            self._described = list(self.weights)
         values = {
             "slots": index.data_ptr(),
             "positions": 0 if positions is None else positions.data_ptr(),

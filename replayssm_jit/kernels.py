@@ -133,24 +133,29 @@ class FoldKernel:
     ----------
     spec : ReplaySpec
         Shapes and precision.
-    layers : sequence of mappings
-        Fields of ``spec.layer_params`` for each layer.
+    layers : int
+        How many.
     device : torch.device
         Where they are.
     """
 
-    def __init__(self, spec: ReplaySpec, layers: Sequence[Mapping[str, int]], device: torch.device) -> None:
+    def __init__(self, spec: ReplaySpec, layers: int, device: torch.device) -> None:
         backend = backend_of(device)
-        self._spec, self._params, self._device, self._layers = spec, spec.fold_params, device, len(layers)
+        self._spec, self._params, self._device, self._layers = spec, spec.fold_params, device, layers
         self._kernel = load(spec.module("fold", backend), device)
         self._smem = tactics.fold_smem(spec) if backend == "cuda" else 0
         if backend == "cuda" and self._smem > self._kernel.max_dynamic_smem:
             raise tactics.too_large(spec, self._smem, self._kernel.max_dynamic_smem)
         self._buffer = self._params.buffer()
-        table = spec.layer_params.buffer(len(layers))
+        self._table = torch.empty(layers * spec.layer_params.size, dtype=torch.uint8, device=device)
+
+    def describe(self, layers: Sequence[Mapping[str, int]]) -> None:
+        """Write the table: fields of ``spec.layer_params`` for each layer. It stays where it is, since captured launches read it."""
+        params = self._spec.layer_params
+        table = params.buffer(self._layers)
         for i, fields in enumerate(layers):
-            spec.layer_params.pack(table, i, **fields)
-        self._table = torch.frombuffer(table, dtype=torch.uint8).to(device, copy=True)
+            params.pack(table, i, **fields)
+        self._table.copy_(torch.frombuffer(table, dtype=torch.uint8))
 
     def launch(self, rows: int, out: Sequence[int] = (), **values: int) -> None:
         """Run over ``rows`` rows; ``out`` are addresses, one a layer."""
