@@ -82,8 +82,8 @@ def constants(spec: ReplaySpec, kind: str) -> dict[str, int]:
     if kind == "fold":
         return {"smem": fold_smem(spec), "min_blocks": 3 if spec.buffer_len <= 32 else 2}
     memory, blocks = shared_memory(spec), min_blocks(spec)
-    if kind == "tree" and spec.family == "mamba2" and spec.max_tokens > 4:  # paths take registers, too
-        blocks = min(blocks, 3)
+    if kind == "tree":  # paths take registers, too
+        blocks = min(blocks, 3 if spec.family == "mamba2" else 2 if spec.family == "kda" and spec.max_tokens > 8 else 4)
     return {"smem_fixed": memory.fixed, "smem_per_head": memory.per_head, "min_blocks": blocks}
 
 
