@@ -57,10 +57,10 @@ __device__ __forceinline__ void delta_unit(const Params& p, const Row& row, int 
       const Act* v = values + (row.history + min(column.token, row.tokens - 1)) * VALUE_PITCH + lane / 4;
       acc[q][e] += to_float(v[0]), acc[q][2 + e] += to_float(v[8]);
     }
-  u32 path[TREE ? COLUMN_TILES : 1][ELEMENTS];
+  u32 path[TREE ? TILES : 1][ELEMENTS];  // a token's query and key have one
   if constexpr (TREE)
 #pragma unroll
-    for (int q = 0; q < COLUMN_TILES; ++q)
+    for (int q = 0; q < TILES; ++q)
 #pragma unroll
       for (int e = 0; e < ELEMENTS; ++e) path[q][e] = row.path[min(Column(q * 8 + lane % 4 * 2 + e).token, row.tokens - 1)];
   // Forward substitution: each u goes from the lane that owns it to the quad, which takes its part in the columns of later tokens, of
@@ -79,7 +79,7 @@ __device__ __forceinline__ void delta_unit(const Params& p, const Row& row, int 
       for (int e = 0; e < ELEMENTS; ++e) {
         const Column column(q * 8 + lane % 4 * 2 + e);
         if (column.token < source + column.is_key || column.token >= row.tokens) continue;
-        if (TREE && !(path[TREE ? q : 0][e] >> source & 1)) continue;
+        if (TREE && !(path[TREE ? q % TILES : 0][e] >> source & 1)) continue;
         const float w = factors.fresh[source][column.row()];
         acc[q][e] = fmaf(w, top, acc[q][e]), acc[q][2 + e] = fmaf(w, bottom, acc[q][2 + e]);
       }
