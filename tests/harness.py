@@ -374,12 +374,23 @@ class Harness:
         self.cache.flush(slots)
         for slot in slots:
             if slot >= 0:
-                self._fold(self.slots[slot])
+                self._fold(slot)
 
-    def _fold(self, model: SlotModel) -> None:
+    def sees(self, slot: int) -> list[torch.Tensor]:
+        """What ordinary steps read of a checkpoint. Of an fp32 one the cache's own bits, once they are judged: which way a value close
+        to a boundary of the read plane rounds is not the model's to say.
+        """
+        states = self.slots[slot].checkpoint
+        if self.spec.checkpoint_dtype == torch.float32:
+            self.judge_state(slot)
+            states = [self.cache.read_state(layer, [slot])[0].cpu().double() for layer in range(self.num_layers)]
+        return [read(self.spec, state) for state in states]
+
+    def _fold(self, slot: int) -> None:
+        model = self.slots[slot]
         model.checkpoint = [stored(self.spec, tip) for tip in model.tip]
         model.tip = list(model.checkpoint)
-        model.read_tip = [read(self.spec, s) for s in model.checkpoint]
+        model.read_tip = self.sees(slot)
         model.ring_start = (model.ring_start + model.history) % self.spec.ring_len
         model.position += model.history
         model.history = 0
@@ -557,7 +568,7 @@ class Harness:
                     model.uncommitted = 0
                 seen = model.read_tip
                 if self.flushes(slot, t):
-                    self._fold(model)
+                    self._fold(slot)
                 for layer in range(self.num_layers):
                     kept = {k: v[[start + node for node in nodes]] for k, v in fresh[layer].items()}
                     model.inputs[layer] = {k: torch.cat([v, kept[k]]) for k, v in model.inputs[layer].items()}

@@ -307,7 +307,7 @@ def test_captured(family):
             assert relative_error(pool[layer, target], states[layer].to(torch.bfloat16)) <= 2e-4
         harness.slots[target] = harness._fresh(states)
         harness.slots[target].position = position
-        harness._fold(model)
+        harness._fold(source)
         harness.judge_state(target)
         harness.judge_state(source)
         harness.judge_cursors()

@@ -270,7 +270,7 @@ class Lives(RuleBasedStateMachine):
             if move and not skipped:
                 harness.slots[destinations[row]] = harness._fresh(states)
                 harness.slots[destinations[row]].position = positions[row]
-                harness.judge_state(destinations[row])
+                harness.slots[destinations[row]].read_tip = harness.sees(destinations[row])
             for layer in range(0 if move else harness.num_layers):
                 if skipped:
                     assert not out[layer, row].any()
