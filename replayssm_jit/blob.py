@@ -2,9 +2,9 @@
 
 A blob is ``prefix, digest, header, parts``. The prefix holds a magic, the version of the format, the length of the header and that of
 the whole blob. The header is JSON: the spec, the number of layers, and every slot's cursors. Parts follow layer by layer in the order
-of ``spec.cache_tensors``, each padded to 16 bytes: the checkpoints ``[n, H, P, N]`` as they lie in memory, and of every ring the live
-entries only, ``[total history, outer, inner]``, slot by slot from the oldest. Byte order is little-endian. An entry returns to the very
-place in the ring it came from, so that nothing that depends on it can differ.
+of ``spec.cache_tensors``, each padded to 16 bytes: checkpoints, copies and scales ``[n, H, P, ...]`` as they lie in memory, and of
+every ring the live entries only, ``[total history, outer, inner]``, slot by slot from the oldest. Byte order is little-endian. An entry
+returns to the very place in the ring it came from, so that nothing that depends on it can differ.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def bit_view(tensor: torch.Tensor) -> torch.Tensor:
 def export_slots(cache: ReplayCache, slots: list[int]) -> bytes:
     """Pack slots, all layers; waits for the device."""
     index = torch.tensor(slots, device=cache.device)
-    cursors = {name: getattr(cache, name)[index].tolist() for name in ("ring_start", "history", "position")}
+    cursors = {name: cursor[index].tolist() for name, cursor in cache.cursors.items()}
     header = json.dumps({"spec": cache.spec.describe(), "layers": len(cache.layers), **cursors}).encode()
     shapes = list(_parts(cache.spec, len(cache.layers), len(slots), sum(cursors["history"])))
     offset = _padded(_BODY + len(header))
@@ -52,7 +52,7 @@ def export_slots(cache: ReplayCache, slots: list[int]) -> bytes:
         if nbytes:
             tensor = bit_view(cache.layers[layer][name])
             part = torch.frombuffer(blob, dtype=dtype, count=math.prod(shape), offset=offset).view(shape)
-            part.copy_(tensor[index] if name == "state" else tensor[entries[0], :, entries[1]])
+            part.copy_(tensor[entries[0], :, entries[1]] if name.startswith("ring_") else tensor[index])
         offset += _padded(nbytes)
     _PREFIX.pack_into(blob, 0, MAGIC, VERSION, len(header), size)
     blob[_PREFIX.size : _BODY] = _digest(memoryview(blob))
@@ -83,13 +83,12 @@ def import_slots(cache: ReplayCache, slots: list[int], blob: bytes | bytearray |
         if nbytes:
             part = torch.frombuffer(memory, dtype=dtype, count=math.prod(shape), offset=offset).view(shape)
             tensor = bit_view(cache.layers[layer][name])
-            if name == "state":
-                tensor[index] = part[kept].to(cache.device)
-            else:
+            if name.startswith("ring_"):
                 tensor[entries[0], :, entries[1]] = part[live].to(cache.device)
+            else:
+                tensor[index] = part[kept].to(cache.device)
         offset += _padded(nbytes)
-    for name in ("ring_start", "history", "position"):
-        cursor = getattr(cache, name)
+    for name, cursor in cache.cursors.items():
         cursor[index] = torch.tensor([header[name][row] for row in kept], dtype=cursor.dtype, device=cache.device)
 
 
@@ -98,7 +97,7 @@ def _parts(spec: ReplaySpec, layers: int, slots: int, entries: int) -> Iterator[
     rings = {f"ring_{ring.name}": spec.shape(ring.outer, ring.inner) for ring in spec.rings}
     for layer in range(layers):
         for name, (inner, dtype) in spec.cache_tensors.items():
-            shape = (slots, *inner) if name == "state" else (entries, *rings[name])
+            shape = (entries, *rings[name]) if name in rings else (slots, *inner)
             yield layer, name, shape, _BITS[dtype.itemsize], math.prod(shape) * dtype.itemsize
 
 
@@ -152,6 +151,8 @@ def _check_fits(cache: ReplayCache, slots: int, header: dict[str, Any]) -> None:
         raise ValueError(f"blob must be of {len(cache.layers)} layers, got {header['layers']}")
     if len(header["history"]) != slots:
         raise ValueError(f"slots must name the {len(header['history'])} slots of the blob, got {slots}")
-    for name, most in (("ring_start", own.ring_len - 1), ("history", own.buffer_len), ("position", 2**63 - 1)):
-        if len(header[name]) != slots or any(not 0 <= value <= most for value in header[name]):
+    int64 = 2**63
+    ranges = {"ring_start": (0, own.ring_len), "history": (0, own.buffer_len + 1), "position": (0, int64), "seed": (-int64, int64)}
+    for name in own.cursors:
+        if len(header[name]) != slots or any(not ranges[name][0] <= value < ranges[name][1] for value in header[name]):
             raise ValueError(f"blob has a {name} out of range")

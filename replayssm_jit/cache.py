@@ -15,7 +15,7 @@ import torch
 from . import checks, kernels, logging, memory
 from .blob import bit_view, export_slots, import_slots
 from .jit import env
-from .kernels import COMMIT, FLUSH, MOVE, RESET, STATE_DTYPES
+from .kernels import COMMIT, COMPARE, DECODE, ENCODE, FLUSH, MOVE, RESET, STATE_DTYPES
 from .specs import ReplaySpec
 
 Slots = torch.Tensor | Sequence[int]
@@ -34,11 +34,15 @@ class ReplayCache:
         The same as JSON, for operators that take plain values.
     layers : list of dict of torch.Tensor
         Per layer ``state`` ``[slots, H, P, N]`` in the checkpoint dtype and the rings ``ring_*`` ``[slots, outer, R, inner]``.
-        With two planes the memory of ``state`` holds, per slot and head, the upper plane and then the lower one.
+        With two planes the memory of ``state`` holds, per slot and head, the upper plane and then the lower one. 8-bit
+        planes add ``scale`` ``[slots, H, P]``, and beside a float32 checkpoint ``read_copy`` ``[slots, H, P, N]``.
     ring_start, history : torch.Tensor
         int32 ``[slots]``: where the history begins in the ring, and how many committed tokens it holds.
     position : torch.Tensor
         int64 ``[slots]``: tokens folded into the checkpoint so far.
+    cursors : dict of torch.Tensor
+        All of them by name. With stochastic rounding also ``seed``, int64 ``[slots]``, which decides with the position what a
+        flush draws: 0 in a fresh or loaded slot, the engine's to set, and moved with the slot.
     error : torch.Tensor
         int32 ``[1]``, sticky error bits; see :meth:`check`.
     debug : bool
@@ -54,6 +58,7 @@ class ReplayCache:
         state = layers[0]["state"]
         self.device = state.device
         self.num_slots = state.shape[0]
+        self.cursors = {name: cursors[name] for name in spec.cursors}
         self.ring_start = cursors["ring_start"]
         self.history = cursors["history"]
         self.position = cursors["position"]
@@ -67,9 +72,8 @@ class ReplayCache:
         self._compact: kernels.CompactKernel | None = None
         self._fold_kernel: kernels.FoldKernel | None = None
         self._described: list[dict[str, torch.Tensor] | None] | None = None  # weights that the fold kernel's table knows
-        logging.attach(
-            self, ("set_weights", "reset", "load_state", "read_state", "flush", "materialize", "copy_slots", "export", "import_")
-        )
+        moves = ("reset", "load_state", "read_state", "read_error", "flush", "materialize", "copy_slots", "export", "import_")
+        logging.attach(self, ("set_weights", *moves))
 
     # ---- construction -------------------------------------------------------------------------------------------
 
@@ -99,7 +103,7 @@ class ReplayCache:
             {name: memory.zeros((num_slots, *shape), dtype, where) for name, (shape, dtype) in spec.cache_tensors.items()}
             for _ in range(num_layers)
         ]
-        return cls(spec, layers, _fresh_cursors(num_slots, where))
+        return cls(spec, layers, _fresh_cursors(spec, num_slots, where))
 
     @classmethod
     def from_tensors(
@@ -115,7 +119,8 @@ class ReplayCache:
             Per layer every tensor of ``spec.cache_tensors``: dimension 0 is the slot, at any stride that is a multiple of
             16 bytes and keeps slots apart; the others are contiguous.
         cursors : mapping, optional
-            ``ring_start`` and ``history`` (int32 ``[slots]``) and ``position`` (int64 ``[slots]``). Fresh ones when absent.
+            Every tensor of ``spec.cursors``, ``[slots]``: ``ring_start`` and ``history`` (int32), ``position`` and, with
+            stochastic rounding, ``seed`` (int64). Fresh ones when absent.
 
         Raises
         ------
@@ -143,17 +148,17 @@ class ReplayCache:
                 }
             )
         if cursors is None:
-            cursors = _fresh_cursors(num_slots, device)
-        for name, dtype in _CURSORS.items():
+            cursors = _fresh_cursors(spec, num_slots, device)
+        for name, dtype in spec.cursors.items():
             if name not in cursors:
-                raise ValueError(f"cursors must have {sorted(_CURSORS)}, got {sorted(cursors)}")
+                raise ValueError(f"cursors must have {sorted(spec.cursors)}, got {sorted(cursors)}")
             checks.vector(f"cursors[{name!r}]", cursors[name], num_slots, dtype, device)
         return cls(spec, adopted, cursors)
 
     @property
     def bytes_per_slot(self) -> int:
         """Bytes one slot takes in all layers, cursors included."""
-        return len(self.layers) * self.spec.bytes_per_slot + 16
+        return len(self.layers) * self.spec.bytes_per_slot + sum(dtype.itemsize for dtype in self.spec.cursors.values())
 
     def set_weights(self, layer: int, **weights: torch.Tensor | None) -> None:
         """Name a layer's constants, once, when the model is loaded. A step needs them, and so does every fold.
@@ -259,11 +264,35 @@ class ReplayCache:
         view = self._state_view("out", out, index.numel(), layout)
         if _overlap(view, self.layers[layer]["state"]):
             plain = view.clone()
-            self._launch_state(self.layers[layer], index, plain, store=1)
+            self._launch_state(self.layers[layer], index, plain, store=DECODE)
             view.copy_(plain)
         else:
-            self._launch_state(self.layers[layer], index, view, store=1)
+            self._launch_state(self.layers[layer], index, view, store=DECODE)
         return out
+
+    def read_error(self, slots: Slots | None = None) -> torch.Tensor:
+        """How far what steps read is from the whole checkpoints: a monitor for production, enqueued without a synchronisation.
+
+        Parameters
+        ----------
+        slots : torch.Tensor or sequence of int, optional
+            int32 ``[n]``, negative entries are skipped; every slot when absent. Enqueue between a commit and the next run.
+
+        Returns
+        -------
+        torch.Tensor
+            float64 ``[layers, 2]`` on the cache's device: per layer the relative Frobenius error of the read plane, and the largest
+            absolute one. 0 with one plane and where all checkpoints are zero.
+        """
+        index = torch.arange(self.num_slots, dtype=torch.int32, device=self.device) if slots is None else self._closed(slots)
+        sums = torch.zeros(len(self.layers), index.numel(), self.spec.heads, 3, dtype=torch.float64, device=self.device)
+        for layer, tensors in enumerate(self.layers):
+            for first in range(0, index.numel(), checks.MAX_ROWS):
+                rows = index[first : first + checks.MAX_ROWS]
+                self._launch_state(tensors, rows, store=COMPARE, tensor=sums[layer, first].data_ptr())
+        squares = sums[..., :2].sum(dim=(1, 2))
+        relative = (squares[:, 0] / squares[:, 1].clamp_min(1e-300)).sqrt()
+        return torch.stack([relative, sums[..., 2].amax(dim=(1, 2))], dim=1)
 
     def flush(self, slots: Slots) -> None:
         """Fold every committed token now: the history becomes empty and ``position`` advances.
@@ -386,7 +415,7 @@ class ReplayCache:
                 instead = torch.where(counts.any(), index.index_select(0, first), 0)
                 pair.append(torch.where(counts, index, instead).long())
             tensors = [bit_view(tensor) for layer in self.layers for tensor in layer.values()]
-            for tensor in (*tensors, self.ring_start, self.history, self.position):
+            for tensor in (*tensors, *self.cursors.values()):
                 tensor.index_copy_(0, pair[1], tensor.index_select(0, pair[0]))
 
     def export(self, slots: Slots) -> bytes:
@@ -497,7 +526,7 @@ class ReplayCache:
     @property
     def rings(self) -> list[torch.Tensor]:
         """Rings of all layers."""
-        return [tensor for layer in self.layers for name, tensor in layer.items() if name != "state"]
+        return [tensor for layer in self.layers for name, tensor in layer.items() if name.startswith("ring_")]
 
     def layer_fields(self, layer: int) -> dict[str, int]:
         """Fields of a parameter struct that name a layer's tensors and weights."""
@@ -514,7 +543,8 @@ class ReplayCache:
 
     def step_fields(self, layer: int) -> dict[str, int]:
         """Fields of the step's parameter struct that the cache decides."""
-        return self.layer_fields(layer) | {"ring_start": self.ring_start.data_ptr(), "history": self.history.data_ptr()}
+        cursors = {name: self.cursors[name].data_ptr() for name in self.spec.step_cursors}
+        return self.layer_fields(layer) | cursors | {"layer": layer}
 
     def check_layer(self, layer: object) -> None:
         """Refuse what is no layer of this cache."""
@@ -648,11 +678,9 @@ class ReplayCache:
             "slots": index.data_ptr(),
             "positions": 0 if positions is None else positions.data_ptr(),
             "targets": 0 if targets is None else targets.data_ptr(),
-            "ring_start": self.ring_start.data_ptr(),
-            "history": self.history.data_ptr(),
-            "position": self.position.data_ptr(),
             "error": self.error.data_ptr(),
         }
+        values |= {name: cursor.data_ptr() for name, cursor in self.cursors.items()}
         addresses: list[int] = []
         if views is not None:
             addresses = [view.data_ptr() for view in views]
@@ -667,9 +695,12 @@ class ReplayCache:
         tensor = checks.typed(name, value, (rows, *self.spec.shape(*letters)), STATE_DTYPES, self.device, f" in layout {layout!r}")
         return tensor if layout == "vk" else tensor.transpose(2, 3)
 
-    def _launch_state(self, layer: dict[str, torch.Tensor], index: torch.Tensor, view: torch.Tensor | None = None, store: int = 0) -> None:
-        state = layer["state"]
-        values = {"slots": index.data_ptr(), "state": state.data_ptr(), "state_slot": state.stride(0), "pad_slot": -1, "store": store}
+    def _launch_state(
+        self, layer: dict[str, torch.Tensor], index: torch.Tensor, view: torch.Tensor | None = None, store: int = ENCODE, tensor: int = 0
+    ) -> None:
+        values = {"slots": index.data_ptr(), "pad_slot": -1, "store": store, "tensor": tensor}
+        for name in self.spec.state_tensors:
+            values |= {name: layer[name].data_ptr(), f"{name}_slot": layer[name].stride(0)}
         if view is not None:
             strides = zip(("tensor_row", "tensor_head", "tensor_p", "tensor_n"), view.stride(), strict=True)
             values |= {"tensor": view.data_ptr(), "tensor_dtype": STATE_DTYPES[view.dtype], **dict(strides)}
@@ -683,9 +714,7 @@ class ReplayCache:
             slots=index.data_ptr(),
             positions=0 if positions is None else positions.data_ptr(),
             targets=0 if targets is None else targets.data_ptr(),
-            ring_start=self.ring_start.data_ptr(),
-            history=self.history.data_ptr(),
-            position=self.position.data_ptr(),
+            **{name: cursor.data_ptr() for name, cursor in self.cursors.items()},
             buffer_len=self.spec.buffer_len,
             ring_len=self.spec.ring_len,
             pad_slot=-1,
@@ -697,7 +726,6 @@ _ERRORS = {
     1: "a commit's num_accepted was negative or above the row's num_tokens, or accepted was no path; it counted as 0",
     2: "a position to materialize was below its slot's checkpoint or above its last committed token; the row was skipped",
 }
-_CURSORS = {"ring_start": torch.int32, "history": torch.int32, "position": torch.int64}
 
 
 def on_host(values: list[int], pin_memory: bool = False) -> torch.Tensor:
@@ -735,5 +763,5 @@ def _indexed(device: torch.device) -> torch.device:
     return device
 
 
-def _fresh_cursors(num_slots: int, device: torch.device) -> dict[str, torch.Tensor]:
-    return {name: torch.zeros(num_slots, dtype=dtype, device=device) for name, dtype in _CURSORS.items()}
+def _fresh_cursors(spec: ReplaySpec, num_slots: int, device: torch.device) -> dict[str, torch.Tensor]:
+    return {name: torch.zeros(num_slots, dtype=dtype, device=device) for name, dtype in spec.cursors.items()}

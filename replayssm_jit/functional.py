@@ -23,8 +23,8 @@ from .specs import ReplaySpec, spec_from
 from .tokens import MAX_LAYOUTS, TokenLayout, signature
 
 _STEP = (
-    "(str spec, Tensor(a!)[] cache, Tensor ring_start, Tensor history, Tensor?[] weights, Tensor slots, Tensor? num_tokens, "
-    "Tensor? cu_seqlens, Tensor? parents, Tensor?[] inputs, int pad_slot) -> Tensor"
+    "(str spec, Tensor(a!)[] cache, Tensor[] cursors, Tensor?[] weights, Tensor slots, Tensor? num_tokens, Tensor? cu_seqlens, "
+    "Tensor? parents, Tensor?[] inputs, int layer, int pad_slot) -> Tensor"
 )
 _COMMIT = (
     "(Tensor(a!) ring_start, Tensor(b!) history, Tensor(c!) position, Tensor(d!) error, Tensor(e!)[] rings, Tensor slots, "
@@ -83,14 +83,14 @@ def run(
     out: torch.Tensor = torch.ops.replayssm_jit.step(
         cache.spec_text,
         list(tensors.values()),
-        cache.ring_start,
-        cache.history,
+        [cache.cursors[name] for name in spec.step_cursors],
         [None if weights is None else weights.get(weight.name) for weight in spec.weights],
         slots,
         num_tokens,
         cu_seqlens,
         parents,
         [inputs.get(name) for name in names],
+        layer,
         pad_slot,
     )
     return out
@@ -225,8 +225,8 @@ class Step:
 
         slots, history = (checks.tensor(called(name), given[name]) for name in ("slots", "history"))
         num_tokens, cu_seqlens = given["num_tokens"], given["cu_seqlens"]
-        for name in ("ring_start", "history"):
-            checks.vector(called(name), given[name], history.numel(), torch.int32, device)
+        for name in spec.step_cursors:
+            checks.vector(called(name), given[name], history.numel(), spec.cursors[name], device)
         for name, (shape, dtype) in spec.cache_tensors.items():
             checks.cache_tensor(called(name), given[name], (history.numel(), *shape), dtype, device)
         for weight in spec.weights:
@@ -271,42 +271,41 @@ def _compact_of(device: torch.device, rings: tuple[RingPlace, ...], thread: int)
 def _step(
     spec: str,
     cache: Sequence[torch.Tensor],
-    ring_start: torch.Tensor,
-    history: torch.Tensor,
+    cursors: Sequence[torch.Tensor],
     weights: Sequence[torch.Tensor | None],
     slots: torch.Tensor,
     num_tokens: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
     parents: torch.Tensor | None,
     inputs: Sequence[torch.Tensor | None],
+    layer: int,
     pad_slot: int,
 ) -> torch.Tensor:
     step = _step_of(spec, cache[0].device, "step" if parents is None else "tree", threading.get_ident())
     given: dict[str, torch.Tensor | None] = {
         **dict(zip(step.spec.cache_tensors, cache, strict=True)),
         **dict(zip(step.weights, weights, strict=True)),
-        "ring_start": ring_start,
-        "history": history,
+        **dict(zip(step.spec.step_cursors, cursors, strict=True)),
         "slots": slots,
         "num_tokens": num_tokens,
         "cu_seqlens": cu_seqlens,
         "parents": parents,
     }
-    return step.run(given, dict(zip(step.inputs, inputs, strict=True)), pad_slot=pad_slot)
+    return step.run(given, dict(zip(step.inputs, inputs, strict=True)), layer=layer, pad_slot=pad_slot)
 
 
 @_step.register_fake
 def _(
     spec: str,
     cache: Sequence[torch.Tensor],
-    ring_start: torch.Tensor,
-    history: torch.Tensor,
+    cursors: Sequence[torch.Tensor],
     weights: Sequence[torch.Tensor | None],
     slots: torch.Tensor,
     num_tokens: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
     parents: torch.Tensor | None,
     inputs: Sequence[torch.Tensor | None],
+    layer: int,
     pad_slot: int,
 ) -> torch.Tensor:
     first, known = inputs[0], _spec(spec)

@@ -19,7 +19,10 @@ from .jit.params import ParamStruct
 from .specs import FOLD_LAYERS, ReplaySpec
 
 CURSOR_PARAMS = ParamStruct.of(
-    ptr=("slots", "num_tokens", "num_accepted", "accepted", "positions", "targets", "ring_start", "history", "position", "error", "order"),
+    ptr=(
+        *("slots", "num_tokens", "num_accepted", "accepted", "positions", "targets"),
+        *("ring_start", "history", "position", "seed", "error", "order"),
+    ),
     i32=("rows", "tokens", "buffer_len", "ring_len", "pad_slot", "op", "width"),
 )
 COMMIT, FLUSH, RESET, MOVE = range(4)
@@ -30,10 +33,11 @@ COMPACT_PARAMS = ParamStruct.of(
 )
 
 STATE_PARAMS = ParamStruct.of(
-    ptr=("state", "tensor", "slots"),
-    i64=("state_slot", "tensor_row", "tensor_head", "tensor_p", "tensor_n"),
+    ptr=("state", "read_copy", "scale", "tensor", "slots"),
+    i64=("state_slot", "read_copy_slot", "scale_slot", "tensor_row", "tensor_head", "tensor_p", "tensor_n"),
     i32=("rows", "num_heads", "pad_slot", "tensor_dtype", "store", "threads"),
 )
+ENCODE, DECODE, COMPARE = range(3)
 #: Code of a tensor's dtype in the state kernel; 0 means "no tensor: write zeros".
 STATE_DTYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 
@@ -110,7 +114,7 @@ class CompactKernel:
 
 
 class StateKernel:
-    """Encode a tensor into checkpoints, or decode checkpoints into a tensor."""
+    """Encode a tensor into checkpoints, decode checkpoints into a tensor, or compare what steps read with the whole."""
 
     def __init__(self, spec: ReplaySpec, device: torch.device) -> None:
         backend = backend_of(device)
@@ -161,7 +165,8 @@ class FoldKernel:
         """Run over ``rows`` rows; ``out`` are addresses, one a layer."""
         for first in range(0, self._layers, FOLD_LAYERS):
             count = min(FOLD_LAYERS, self._layers - first)
-            shape = {"rows": rows, "num_heads": self._spec.heads, "num_layers": count, "threads": torch.get_num_threads()}
+            shape = {"rows": rows, "num_heads": self._spec.heads, "first_layer": first, "num_layers": count}
+            shape["threads"] = torch.get_num_threads()
             table = self._table.data_ptr() + first * self._spec.layer_params.size
             self._params.pack(self._buffer, layers=table, out=out[first : first + count], **shape, **values)
             grid = (self._spec.heads, rows, count)
@@ -202,4 +207,4 @@ class StepKernel:
 
 def one_plane(spec: ReplaySpec) -> ReplaySpec:
     """The spec whose checkpoint is read whole: what the standard kernel of the same precision takes."""
-    return replace(spec, read_dtype=spec.checkpoint_dtype)
+    return replace(spec, read_dtype=spec.checkpoint_dtype, rounding="nearest")

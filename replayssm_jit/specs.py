@@ -33,15 +33,26 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.float32: "fp32",
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
+    torch.int16: "int16",
+    torch.int8: "int8",
+    torch.float8_e4m3fn: "fp8",
 }
+ACTIVATIONS = (torch.float32, torch.bfloat16, torch.float16)
 
-#: Checkpoint formats: (checkpoint_dtype, read_dtype) -> name used in templates and module names.
+#: Checkpoint formats: (checkpoint_dtype, read_dtype) -> name used in templates and module names. Equal dtypes are one plane; a
+#: 16-bit or 8-bit plane below a checkpoint twice as wide is its upper half; an 8-bit one below fp32 is a copy beside it.
 STATE_FORMATS: dict[tuple[torch.dtype, torch.dtype], str] = {
     (torch.float32, torch.float32): "fp32",
     (torch.bfloat16, torch.bfloat16): "bf16",
     (torch.float16, torch.float16): "fp16",
+    (torch.int8, torch.int8): "int8",
+    (torch.float8_e4m3fn, torch.float8_e4m3fn): "fp8",
     (torch.float32, torch.bfloat16): "fp32_bf16",
+    (torch.int16, torch.int8): "int16_int8",
+    (torch.float32, torch.int8): "fp32_int8",
+    (torch.float32, torch.float8_e4m3fn): "fp32_fp8",
 }
+ROUNDINGS = ("nearest", "stochastic")
 
 MAX_BUFFER_LEN = 64
 MAX_TOKENS = 16
@@ -110,8 +121,12 @@ class ReplaySpec:
     dtype : torch.dtype
         Activation dtype: bfloat16, float16 or float32.
     checkpoint_dtype, read_dtype : torch.dtype
-        Precision of the checkpoint and of the part of it that ordinary steps read. Equal dtypes mean one plane;
-        float32 with bfloat16 means two 16-bit planes that together are the exact float32.
+        Precision of the checkpoint and of what ordinary steps read of it. Equal dtypes mean one plane (float32, bfloat16,
+        float16, int8, float8_e4m3fn). float32 with bfloat16 means two 16-bit planes that together are the exact float32,
+        int16 with int8 the same one size down; float32 with int8 or float8_e4m3fn a separate copy for reading. 8-bit planes
+        have one float32 scale a row of the state.
+    rounding : {"nearest", "stochastic"}
+        How a flush rounds to a checkpoint narrower than float32. Stochastic rounding draws from the slot's seed and position.
 
     Raises
     ------
@@ -127,6 +142,7 @@ class ReplaySpec:
     dtype: torch.dtype = torch.bfloat16
     checkpoint_dtype: torch.dtype = torch.float32
     read_dtype: torch.dtype = torch.bfloat16
+    rounding: str = "nearest"
 
     family: ClassVar[str]
     rings: ClassVar[tuple[Ring, ...]]
@@ -145,10 +161,13 @@ class ReplaySpec:
             raise ValueError(f"buffer_len must be at most {MAX_BUFFER_LEN}, got {self.buffer_len}")
         if self.max_tokens > min(MAX_TOKENS, self.buffer_len):
             raise ValueError(f"max_tokens must be at most min({MAX_TOKENS}, buffer_len={self.buffer_len}), got {self.max_tokens}")
-        _one_of("dtype", self.dtype, tuple(DTYPE_NAMES))
+        _one_of("dtype", self.dtype, ACTIVATIONS)
         if (self.checkpoint_dtype, self.read_dtype) not in tuple(STATE_FORMATS):  # a tuple asks for no hash
             pairs = ", ".join(f"{c}/{r}" for c, r in STATE_FORMATS)
             raise ValueError(f"checkpoint_dtype/read_dtype must be one of {pairs}, got {self.checkpoint_dtype}/{self.read_dtype}")
+        _one_of("rounding", self.rounding, ROUNDINGS)
+        if self.stochastic and self.checkpoint_dtype is torch.float32:
+            raise ValueError("rounding='stochastic' needs a checkpoint_dtype narrower than float32, which is stored exactly")
 
     # ---- shapes -------------------------------------------------------------------------------------------------
 
@@ -166,6 +185,21 @@ class ReplaySpec:
     def state_format(self) -> str:
         """Name of the checkpoint's format."""
         return STATE_FORMATS[self.checkpoint_dtype, self.read_dtype]
+
+    @property
+    def scaled(self) -> bool:
+        """Whether the read plane has 8 bits, and so a scale a row of the state."""
+        return self.read_dtype.itemsize == 1
+
+    @property
+    def copied(self) -> bool:
+        """Whether steps read a copy beside the checkpoint, instead of the checkpoint or its upper plane."""
+        return self.scaled and self.checkpoint_dtype is torch.float32
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether a flush rounds stochastically."""
+        return self.rounding == "stochastic"
 
     @cached_property
     def dims(self) -> dict[str, int]:
@@ -191,15 +225,36 @@ class ReplaySpec:
     @cached_property
     def cache_tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Every cache tensor of one layer: name -> (shape after the slot dimension, dtype)."""
-        tensors = {"state": (self.shape("H", "P", "N"), self.checkpoint_dtype)}
+        tensors = self.state_tensors
         for ring in self.rings:
             tensors[f"ring_{ring.name}"] = (self.shape(ring.outer, "R", ring.inner), self.dtype_of(ring.dtype))
         return tensors
 
+    @property
+    def state_tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Those of ``cache_tensors`` that hold the checkpoint: ``state``, and what goes with it."""
+        tensors = {"state": (self.shape("H", "P", "N"), self.checkpoint_dtype)}
+        if self.copied:
+            tensors["read_copy"] = (self.shape("H", "P", "N"), self.read_dtype)
+        if self.scaled:
+            tensors["scale"] = (self.shape("H", "P"), torch.float32)
+        return tensors
+
     @cached_property
     def bytes_per_slot(self) -> int:
-        """Bytes of cache that one slot takes in one layer (cursors, 16 bytes a slot and cache, not counted)."""
+        """Bytes of cache that one slot takes in one layer; cursors, a few bytes a slot and cache, are not counted."""
         return sum(_numel(shape) * dtype.itemsize for shape, dtype in self.cache_tensors.values())
+
+    @cached_property
+    def cursors(self) -> dict[str, torch.dtype]:
+        """Cursors ``[slots]`` of a cache, shared by its layers; reset and load set all of them."""
+        cursors = {"ring_start": torch.int32, "history": torch.int32, "position": torch.int64}
+        return cursors | {"seed": torch.int64} if self.stochastic else cursors
+
+    @property
+    def step_cursors(self) -> tuple[str, ...]:
+        """Those that a step reads."""
+        return tuple(name for name in self.cursors if self.stochastic or name != "position")
 
     # ---- traffic ------------------------------------------------------------------------------------------------
 
@@ -207,6 +262,11 @@ class ReplaySpec:
     def state_elements(self) -> int:
         """Elements of one slot's state in one layer."""
         return self.heads * self.head_dim * self.state_dim
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one slot's checkpoint in one layer, with its scales and read copy."""
+        return sum(_numel(shape) * dtype.itemsize for shape, dtype in self.state_tensors.values())
 
     def ring_bytes_per_token(self) -> int:
         """Bytes of one ring entry that an ordinary step reads, all heads of one layer."""
@@ -226,15 +286,15 @@ class ReplaySpec:
         history : float
             Mean history in the ring.
         flush_share : float
-            Share of steps that flush: they read and write the whole checkpoint.
+            Share of steps that flush: they read and write the whole checkpoint, with its scales and read copy.
 
         Returns
         -------
         float
             Bytes read plus bytes written.
         """
-        whole = self.state_elements * self.checkpoint_dtype.itemsize
-        read = self.state_elements * self.read_dtype.itemsize
+        whole = self.state_bytes
+        read = self.state_elements * self.read_dtype.itemsize + (self.heads * self.head_dim * 4 if self.scaled else 0)
         all_ring = sum(_numel(self.shape(r.outer, r.inner)) * self.dtype_of(r.dtype).itemsize for r in self.rings)
         state = (1 - flush_share) * read + flush_share * 2 * whole
         ring = self.ring_bytes_per_token() * history + all_ring * tokens
@@ -242,7 +302,7 @@ class ReplaySpec:
 
     def standard_step_bytes(self, tokens: int = 1) -> float:
         """Bytes of state that the standard recurrence moves for one row and layer: one read, one written snapshot a token."""
-        return self.state_elements * self.checkpoint_dtype.itemsize * (1 + tokens)
+        return self.state_bytes * (1 + tokens)
 
     # ---- in words -----------------------------------------------------------------------------------------------
 
@@ -264,6 +324,7 @@ class ReplaySpec:
             "max_tokens": self.max_tokens,
             "dtype": DTYPE_NAMES[self.dtype],
             "state_format": self.state_format,
+            "stochastic": self.stochastic,
         }
 
     @cached_property
@@ -275,14 +336,14 @@ class ReplaySpec:
                 *self.cache_tensors,
                 *tokens,
                 *(w.name for w in self.weights),
-                *("slots", "order", "num_tokens", "cu_seqlens", "parents", "ring_start", "history"),
+                *("slots", "order", "num_tokens", "cu_seqlens", "parents", *self.step_cursors),
             ),
             i64=(
                 *(f"{name}_slot" for name in self.cache_tensors),
                 *(f"{name}_{axis}" for name in tokens for axis in ("row", "token", "outer")),
             ),
             # keep_padding leaves the outputs of padding rows as they are, instead of zero.
-            i32=("rows", "tokens", "num_heads", "pad_slot", "keep_padding", "aligned", "heads_per_block", "threads"),
+            i32=("rows", "tokens", "num_heads", "pad_slot", "keep_padding", "aligned", "heads_per_block", "threads", "layer"),
         )
 
     @cached_property
@@ -302,9 +363,9 @@ class ReplaySpec:
         the cache itself where ``out_dtype`` is 0.
         """
         return ParamStruct.of(
-            ptr=("layers", "slots", "positions", "targets", "ring_start", "history", "position", "error", f"out[{FOLD_LAYERS}]"),
+            ptr=("layers", "slots", "positions", "targets", *self.cursors, "error", f"out[{FOLD_LAYERS}]"),
             i64=("out_row", "out_head", "out_p", "out_n"),
-            i32=("rows", "num_heads", "num_layers", "out_dtype", "threads"),
+            i32=("rows", "num_heads", "first_layer", "num_layers", "out_dtype", "threads"),
             tables=(self.layer_params,),
         )
 
@@ -316,8 +377,11 @@ class ReplaySpec:
         """
         tokens = (*(i.name for i in self.inputs), "out")
         return ParamStruct.of(
-            ptr=("state", *tokens, *(w.name for w in self.weights), "slots", "write_slots"),
-            i64=("state_slot", *(f"{name}_{axis}" for name in tokens for axis in ("row", "token", "outer"))),
+            ptr=(*self.state_tensors, *tokens, *(w.name for w in self.weights), "slots", "write_slots"),
+            i64=(
+                *(f"{name}_slot" for name in self.state_tensors),
+                *(f"{name}_{axis}" for name in tokens for axis in ("row", "token", "outer")),
+            ),
             i32=("rows", "tokens", "num_heads", "pad_slot", "aligned", "heads_per_block", "threads"),
         )
 
@@ -341,7 +405,8 @@ class ReplaySpec:
         constants = ReplaySpec.constants(self) if kind == "fold" else self.constants()
         if kind == "standard":
             _one_of("read_dtype (the standard kernel has one plane)", self.read_dtype, (self.checkpoint_dtype,))
-            del constants["buffer_len"], constants["max_tokens"]
+            for name in ("buffer_len", "max_tokens", "stochastic"):
+                del constants[name]
             params = self.standard_params
         else:
             params = self.fold_params if kind == "fold" else self.step_params
@@ -360,7 +425,8 @@ class ReplaySpec:
         """Name of a module for humans: family, kind, shape, precision."""
         ring = f"_l{self.buffer_len}_t{self.max_tokens}" if kind != "standard" else ""
         ratio = self.heads // self.groups_
-        return f"{self.family}_{kind}_p{self.head_dim}_n{self.state_dim}_g{ratio}{ring}_{DTYPE_NAMES[self.dtype]}_{self.state_format}"
+        state = self.state_format + ("_stochastic" if kind != "standard" and self.stochastic else "")
+        return f"{self.family}_{kind}_p{self.head_dim}_n{self.state_dim}_g{ratio}{ring}_{DTYPE_NAMES[self.dtype]}_{state}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,6 +45,7 @@ class StandardKernel:
         slots: torch.Tensor,
         write_slots: torch.Tensor | None = None,
         *,
+        scale: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         pad_slot: int = -1,
         **tensors: torch.Tensor,
@@ -53,7 +54,7 @@ class StandardKernel:
         first = tensors.get(self.spec.inputs[0].name)
         if out is None and first is not None and first.dim() > 2:
             out = torch.empty((*first.shape[:2], *self.spec.shape("H", "P")), dtype=self.spec.dtype, device=self.device)
-        self.prepare(state, slots, write_slots, out=out, pad_slot=pad_slot, tensors=tensors)()
+        self.prepare(state, slots, write_slots, scale=scale, out=out, pad_slot=pad_slot, tensors=tensors)()
         assert out is not None
         return out
 
@@ -63,6 +64,7 @@ class StandardKernel:
         slots: torch.Tensor,
         write_slots: torch.Tensor | None = None,
         *,
+        scale: torch.Tensor | None = None,
         out: torch.Tensor | None,
         pad_slot: int = -1,
         tensors: Mapping[str, torch.Tensor],
@@ -77,6 +79,8 @@ class StandardKernel:
             int32 ``[rows]``: where each row reads its state.
         write_slots : torch.Tensor, optional
             int32 ``[rows, T]``: where the state after each token goes. By default every token rewrites the row's own slot.
+        scale : torch.Tensor, optional
+            float32 ``[slots, H, P]``, of a state of 8 bits an element, which needs it.
         out : torch.Tensor
             ``[rows, T, H, P]``, activation dtype.
         pad_slot : int
@@ -102,6 +106,12 @@ class StandardKernel:
         self._check("state", state, (state.shape[0], *spec.shape("H", "P", "N")), spec.checkpoint_dtype)
         if not state[0].is_contiguous():
             raise ValueError(f"state must be dense inside a slot, got strides {state.stride()}")
+        if (scale is not None) != spec.scaled:
+            raise ValueError(f"scale must be {'given with' if spec.scaled else 'None for'} a state of {spec.checkpoint_dtype}")
+        if scale is not None:
+            self._check("scale", scale, (state.shape[0], *spec.shape("H", "P")), torch.float32)
+            if not scale[0].is_contiguous():
+                raise ValueError(f"scale must be dense inside a slot, got strides {scale.stride()}")
         known = {i.name for i in spec.inputs} | {w.name for w in spec.weights}
         if tensors.keys() - known:
             raise TypeError(f"unknown tensors {sorted(tensors.keys() - known)}; accepted are {sorted(known)}")
@@ -129,6 +139,9 @@ class StandardKernel:
             "threads": torch.get_num_threads(),
         }
         keep = [state, slots, write_slots, out]
+        if scale is not None:
+            values |= {"scale": scale.data_ptr(), "scale_slot": scale.stride(0)}
+            keep.append(scale)
         aligned = self._token_values(values, "out", out, rows, tokens, spec.shape("H", "P"), spec.dtype)
         for i in spec.inputs:
             given = tensors.get(i.name)

@@ -17,6 +17,7 @@ import torch
 
 from replayssm_jit import GdnSpec, KdaSpec, Mamba2Spec, ReplayCache, ReplayWrapper, kernels
 from replayssm_jit.reference import recurrence, softplus
+from replayssm_jit.specs import STATE_FORMATS
 
 # ---- tolerances -----------------------------------------------------------------------------------------------------
 # An output is the rounding of a value with an arithmetic error e: it lies within |round(want) - want| + 2 |e| of what is wanted, so
@@ -26,7 +27,11 @@ from replayssm_jit.reference import recurrence, softplus
 ARITHMETIC = {"cpu": 1e-6, "cuda": 6e-6}
 # A fold's fp32 error (2e-7) moves a value across a rounding boundary of a 16-bit checkpoint now and then: 2 * 2e-7 / 2^-8 of them,
 # by 2^-7 each, is 6e-5 in the norm for bf16 and a third of it for fp16; few values flip, so they scatter by a factor of three.
+# In 8 bits single flips count: one is 1/127 of its row's largest magnitude (int8) or up to 1/14 (fp8), among 8,192 numbers a head.
 FLIPS = {"fp32": 0.0, "fp32_bf16": 2e-4, "bf16": 2e-4, "fp16": 7e-5}
+FLIPS |= {"int8": 6e-4, "fp8": 3e-3, "int16_int8": 6e-4, "fp32_int8": 6e-4, "fp32_fp8": 3e-3}
+# Of the checkpoint itself, where what is read is coarser.
+STATE_FLIPS = FLIPS | {"int16_int8": 2e-5}
 # The same where a step reads u from a ring in a 16-bit activation dtype.
 FLIPS_U = {torch.float32: 0.0, torch.bfloat16: 2e-4, torch.float16: 7e-5}
 # Two planes or one, the fp32 chain of checkpoints is good to this.
@@ -45,7 +50,7 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 def bits(x: torch.Tensor) -> torch.Tensor:
     """The bit patterns of a tensor, so that NaN equals itself and 0 differs from -0."""
-    return x.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.dtype.itemsize])
+    return x.contiguous().view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.dtype.itemsize])
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -62,20 +67,53 @@ def upper_plane(x: torch.Tensor) -> torch.Tensor:
     return (upper << 16).to(torch.int64).sub(2**32 * (upper >> 15)).to(torch.int32).view(torch.float32)
 
 
+#: What the largest magnitude of a row becomes in a scaled format.
+LARGEST = {torch.int8: 127, torch.float8_e4m3fn: 448, torch.int16: 32639}
+
+
+def quantised(state: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes of a state ``[..., N]`` (in ``dtype``) and the float32 scale of each row ``[...]``, from the format's definition."""
+    rows = state.float()
+    most = rows.abs().amax(-1)
+    zero, bad = most < 2.0**-100, ~most.isfinite()
+    most = torch.where(zero | bad, 1.0, most)
+    steps = rows * (torch.full_like(most, LARGEST[dtype]) / most)[..., None]  # int / tensor would multiply by a reciprocal
+    steps = torch.where((zero | bad)[..., None], 0.0, steps)
+    if not dtype.is_floating_point:
+        steps = steps.round()
+    codes = steps.clamp(-LARGEST[dtype], LARGEST[dtype]).to(dtype)
+    return codes, torch.where(bad, torch.nan, torch.where(zero, 0.0, most / LARGEST[dtype]))
+
+
 def stored(spec, state: torch.Tensor) -> torch.Tensor:
     """A float64 state as the checkpoint keeps it; an fp32 checkpoint stays float64, so that its own error is seen."""
-    return state if spec.checkpoint_dtype == torch.float32 else state.to(spec.checkpoint_dtype).double()
+    if spec.checkpoint_dtype == torch.float32:
+        return state
+    if not spec.scaled:
+        return state.to(spec.checkpoint_dtype).double()
+    codes, scale = quantised(state, spec.checkpoint_dtype)
+    return codes.double() * scale.double()[..., None]
 
 
 def read(spec, state: torch.Tensor) -> torch.Tensor:
     """A stored state as an ordinary step reads it."""
-    return upper_plane(state).double() if spec.state_format == "fp32_bf16" else state
+    if spec.state_format == "fp32_bf16":
+        return upper_plane(state).double()
+    if not spec.scaled or spec.state_format in ("int8", "fp8"):
+        return state
+    codes, scale = quantised(state, torch.int16 if spec.checkpoint_dtype == torch.int16 else spec.read_dtype)
+    upper = (codes.long() + 128 >> 8) * 256 if spec.checkpoint_dtype == torch.int16 else codes.float()
+    return upper.double() * scale.double()[..., None]
 
 
-def decode_planes(spec, state: torch.Tensor) -> torch.Tensor:
-    """A checkpoint tensor ``[slots, H, P, N]`` as values, written from the format's definition."""
+def decode_planes(spec, layer: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The checkpoints ``[slots, H, P, N]`` of a layer as values, written from the format's definition."""
+    state = layer["state"]
+    if spec.checkpoint_dtype == torch.int16:
+        raw = state.contiguous().view(torch.int8).reshape(*state.shape[:2], 2, *state.shape[2:]).float()
+        return (raw[:, :, 0] * 256 + raw[:, :, 1]) * layer["scale"][..., None]
     if spec.state_format != "fp32_bf16":
-        return state.float()
+        return state.float() * layer["scale"][..., None] if spec.scaled and not spec.copied else state.float()
     raw = state.contiguous().view(torch.int16).reshape(*state.shape[:2], 2, *state.shape[2:])
     upper, lower = raw[:, :, 0].long(), raw[:, :, 1].long()
     pattern = ((upper << 16) + lower + 2**31) % 2**32 - 2**31
@@ -337,9 +375,9 @@ class Harness:
         return SlotModel(kept, inputs=[dict(empty) for _ in kept], tip=list(kept), read_tip=[read(self.spec, s) for s in kept])
 
     def load(self, slot: int, position: int = 0, layout: str = "vk") -> None:
-        """Random states through ``load_state``, values exact in the checkpoint's dtype."""
-        shape = self.spec.shape("H", "P", "N")
-        states = [torch.randn(shape, generator=self.generator).to(self.spec.checkpoint_dtype) for _ in range(self.num_layers)]
+        """Random states through ``load_state``, values exact in the checkpoint's dtype where rows have no scales."""
+        shape, dtype = self.spec.shape("H", "P", "N"), torch.float32 if self.spec.scaled else self.spec.checkpoint_dtype
+        states = [torch.randn(shape, generator=self.generator).to(dtype) for _ in range(self.num_layers)]
         positions = torch.tensor([position], dtype=torch.int64, device=self.device)
         for layer, state in enumerate(states):
             given = state[None].to(self.device)
@@ -638,7 +676,7 @@ class Harness:
                 assert not got.any(), f"slot {slot}, layer {layer}: a fresh state is not zero"
                 continue
             error = relative_error(got, want)
-            bound = STATE_FP32 if self.spec.checkpoint_dtype == torch.float32 else FLIPS[self.spec.state_format]
+            bound = STATE_FP32 if self.spec.checkpoint_dtype == torch.float32 else STATE_FLIPS[self.spec.state_format]
             where = f"slot {slot}, layer {layer}, position {model.position}"
             assert error <= bound, f"{where}: state error {error:.3g}"
             heads = (got.double() - want).norm(dim=(1, 2)) / want.norm(dim=(1, 2)).clamp_min(1e-30)
@@ -687,7 +725,8 @@ class Harness:
         untouched = [s for s in range(self.num_slots) if s not in flushed]
         keep = ~written.to(self.device)
         for layer, (was, now) in enumerate(zip(before, self.cache.layers, strict=True)):
-            assert same_bits(now["state"][untouched], was["state"][untouched]), f"layer {layer}: a checkpoint changed without a flush"
+            for name in spec.state_tensors:
+                assert same_bits(now[name][untouched], was[name][untouched]), f"layer {layer}: {name} changed without a flush"
             for name in was:
                 if name.startswith("ring_"):
                     a, b = (bits(x[name]) for x in (was, now))
@@ -731,12 +770,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SHORT = {dtype: name for name, dtype in DTYPES.items()}
 
 #: checkpoint_dtype, read_dtype
-FORMATS = {
-    "fp32": (torch.float32, torch.float32),
-    "fp32_bf16": (torch.float32, torch.bfloat16),
-    "bf16": (torch.bfloat16, torch.bfloat16),
-    "fp16": (torch.float16, torch.float16),
-}
+FORMATS = {name: pair for pair, name in STATE_FORMATS.items()}
 
 
 def crossed(first, *others, always):
@@ -747,6 +781,7 @@ def crossed(first, *others, always):
 def precisions(family):
     """Cases of ``(dtype, state_format)``: every pair of formats, by default each format and each dtype at least once."""
     usual = {("bf16", name) for name in FORMATS} | {("fp32", "fp32"), ("fp32", "fp32_bf16"), ("fp16", "fp32_bf16"), ("fp16", "fp16")}
+    usual |= {("fp32", "int16_int8"), ("fp16", "int8")}
     if family != "mamba2":
         usual -= {("bf16", "fp16"), ("fp16", "fp32_bf16")}
     return crossed([family], DTYPES.values(), FORMATS, always=lambda _, dtype, name: (SHORT[dtype], name) in usual)

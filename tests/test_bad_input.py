@@ -93,7 +93,8 @@ SPEC = [
     *(("max_tokens", value) for value in [*COUNTS, 9, 17]),
     *(("dtype", value) for value in (torch.float64, torch.int8, "bf16", None)),
     *(("checkpoint_dtype", value) for value in (torch.float64, torch.int16, "fp32", None)),
-    *(("read_dtype", value) for value in (torch.float16, torch.float8_e4m3fn, None)),
+    *(("read_dtype", value) for value in (torch.float16, torch.int16, torch.float8_e5m2, None)),
+    *(("rounding", value) for value in ("stochastic", "up", None, True)),  # a float32 checkpoint is exact
     *(("dt_dtype", value) for value in (torch.float16, torch.float64, "fp32")),
     *(("dt_softplus", value) for value in (None, 1, "yes")),
 ]

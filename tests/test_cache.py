@@ -74,7 +74,7 @@ def test_two_planes_keep_every_pattern(family, device):
     assert torch.equal(bits(cache.read_state(0, [3, 1, 0, 2]).cpu()), want)
     # The memory itself: the upper plane of a head, then the lower one.
     held = cache.layers[0]["state"][[3, 1, 0, 2]].cpu()
-    assert torch.equal(bits(decode_planes(cache.spec, held)), want)
+    assert torch.equal(bits(decode_planes(cache.spec, {"state": held})), want)
     upper = held.view(torch.int16).reshape(4, shape[0], 2, *shape[1:])[:, :, 0]
     number = ~values.isnan()
     assert torch.equal(upper[number], (bits(upper_plane(values)) >> 16).to(torch.int16)[number])

@@ -104,9 +104,10 @@ def test_opcheck_step(family, mode, trees, device):
     layer = list(cache.layers[0].values())
     for tensor in layer:  # opcheck compares values, and NaN differs from itself
         tensor.view(torch.int16).zero_()
+    cursors = [cache.cursors[name] for name in spec.step_cursors]
     lengths = form.get("num_tokens"), form.get("cu_seqlens")
-    args = (cache.spec_text, layer, cache.ring_start, cache.history, weights, slots, *lengths, tree if trees else None, tokens)
-    torch.library.opcheck(torch.ops.replayssm_jit.step.default, (*args, -1))
+    args = (cache.spec_text, layer, cursors, weights, slots, *lengths, tree if trees else None, tokens)
+    torch.library.opcheck(torch.ops.replayssm_jit.step.default, (*args, 0, -1))
 
 
 @pytest.mark.parametrize("trees", [True, False])

@@ -61,15 +61,16 @@ static void solve_tokens(const Params* p, const Row& row, int head, const Window
 }
 
 static void run_head(const Params* p, const Row& row, int head, const Window& w, const Fold& fold) {
-  char* state = at<char>(p->state, 0) + (row.slot * p->state_slot + (long long)head * P * N) * State::whole_bytes;
+  const Checkpoint state = checkpoint_at(p, row.slot, head);
+  const ToCheckpoint<State, P, N, Draws> folded{state, Draws(p, row.slot, p->layer, head)};
   act* ring_v = at<act>(p->ring_v, row.slot * p->ring_v_slot + (long long)head * RING_LEN * P);
   for (int t = 0; t < row.tokens; t++)
     std::memcpy(ring_v + row.place[row.history + t] * P, at<act>(p->v, row.batch * p->v_row + t * p->v_token + head * p->v_outer),
                 P * sizeof(act));
   alignas(64) float product[2 * MAX_TOKENS * P];
   for_each_block<State, P, N>(state, row.flush, [&](int first, const auto& plane, const char* ahead, int soon) INLINE_LAMBDA {
-    if (row.tokens) multiply_plane(plane, *w.columns, product + first, P);
-    if (row.flush) fold_exactly<State>(row, fold, ring_v, state, state, first, ahead, soon);
+    if (row.tokens) multiply_plane(plane, state.scale + first, *w.columns, product + first, P);
+    if (row.flush) fold_exactly(row, fold, ring_v, state, folded, first, ahead, soon);
   });
   solve_tokens(p, row, head, w, product);
 }

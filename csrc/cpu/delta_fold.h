@@ -26,19 +26,10 @@ static void read_history(const Layer* p, const History& row, int g, float* k, fl
 
 // A block's rows: all of the recurrence is row by row, so its u come from these rows alone.
 template <class To>
-static void fold_exactly(const History& row, const Fold& w, const act* v, const char* state, char* to, int first, const char* ahead,
-                         int soon) {
+static void fold_exactly(const History& row, const Fold& w, const act* v, const Checkpoint& from, const To& to, int first,
+                         const char* ahead, int soon) {
   alignas(64) float rows[VW * N], u[BUFFER_LEN * VW], product[FOLD_COLUMNS * VW];
-  for (int r = 0; r < RUN; r++)
-    for (int k = 0; k < QUAD; k++) {
-      const char* at = state + (first + Walk<State, P>::row(k, r)) * N * State::read_bytes;
-      float* row_at = rows + Walk<State, P>::lane(k, r) * N;
-      for (int n = 0; n < N; n += 2 * VW) {
-        vf a, b;
-        State::whole(at, n, a, b);
-        store(row_at + n, a), store(row_at + n + VW, b);
-      }
-    }
+  read_block<State, P, N>(from, first, rows);
   multiply_tokens<N>(rows, w.columns, row.history, product);
   for (int j = 0; j < row.history; j++) {
     const vf vj = Act::load_runs(v + row.place[j] * P + first, Walk<State, P>::APART);
@@ -49,6 +40,5 @@ static void fold_exactly(const History& row, const Fold& w, const act* v, const 
     for (int later = j + 1; later < row.history; later++) store(u + later * VW, load(u + later * VW) - w.pair[later * WINDOW + j] * done);
     store(u + j * VW, w.weight[j] * done);
   }
-  fold_block<State, To, VW, P, N, DECAY_VECTOR>(FromFloats<N>{rows}, state, to, first, ahead, soon, w.decay, u, Walk<State, P>::LANES_APART,
-                                                w.right, row.history);
+  fold_rows<State, VW, P, N, DECAY_VECTOR>(from, rows, to, first, ahead, soon, w.decay, u, Walk<State, P>::LANES_APART, w.right, row.history);
 }

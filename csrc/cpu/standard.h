@@ -24,10 +24,6 @@ static Row read_row(const Params* p, long long r) {
   return {slot == p->pad_slot ? -1 : slot, p->tokens, r, at<const int>(p->write_slots, 0) + r * p->tokens};
 }
 
-INLINE char* state_block(const Params* p, long long slot, int head) {
-  return at<char>(p->state, 0) + (slot * p->state_slot + (long long)head * P * N) * State::whole_bytes;
-}
-
 // Rows of the state at one token: read from the checkpoint before the first token, from `kept` later; written to the checkpoint of
 // the token when it has one, and to `kept` unless it is the last token.
 template <bool FIRST, bool LAST>
@@ -47,7 +43,8 @@ struct Place {
       a = ::load(kept + e), b = ::load(kept + e + VW);
   }
   INLINE void store(int e, vf a, vf b) const {
-    if (to) State::template write<false>(to, e, a, b);
+    if constexpr (!State::scaled)
+      if (to) State::template write<false>(to, e, a, b);
     if (!LAST) ::store(kept + e, a), ::store(kept + e + VW, b);
   }
 };
@@ -56,8 +53,19 @@ struct Place {
 template <class Token>
 INLINE void at_place(const Params* p, const Row& row, int head, int p0, int t, float* kept, Token token) {
   const long long slot = row.write_slot(p, t);
-  const char* source = state_block(p, row.slot, head) + p0 * N * State::read_bytes;
-  char* to = slot < 0 ? nullptr : state_block(p, slot, head) + p0 * N * State::read_bytes;
+  const Checkpoint from = checkpoint_at(p, row.slot, head);
+  if constexpr (State::scaled) {  // a row is written at once, since its scale depends on all of it
+    for (int e = 0; t == 0 && e < VW * N; e += 2 * VW) {
+      vf a, b;
+      State::whole(from.state, p0 * N + e, from.scale[p0 + e / N], a, b);
+      ::store(kept + e, a), ::store(kept + e + VW, b);
+    }
+    token(Place<false, false>{nullptr, nullptr, kept});
+    for (int r = 0; slot >= 0 && r < VW; r++) write_row<State, N>(checkpoint_at(p, slot, head), p0 + r, kept + r * N, Nearest());
+    return;
+  }
+  const char* source = from.state + p0 * N * State::read_bytes;
+  char* to = slot < 0 ? nullptr : checkpoint_at(p, slot, head).state + p0 * N * State::read_bytes;
   if (row.tokens == 1)
     token(Place<true, true>{source, to, kept});
   else if (t == 0)

@@ -175,9 +175,10 @@ struct Columns {
   }
 };
 
-// out[c * stride + row] for a block of the read plane.
+// out[c * stride + row] for a block of the read plane; `scale` is that of the block's first row.
 template <class State, int P, int N, int MOST, bool EXACT>
-KERNEL void multiply_plane(const ReadPlane<State, P, N>& plane, const Columns<State, N, MOST, EXACT>& columns, float* out, int stride) {
+KERNEL void multiply_plane(const ReadPlane<State, P, N>& plane, const float* scale, const Columns<State, N, MOST, EXACT>& columns, float* out,
+                           int stride) {
   for_columns<MOST>(columns.count, [&](int c, auto tile) INLINE_LAMBDA {
     constexpr int C = decltype(tile)::value;
 #if defined(__AVX512BF16__)
@@ -187,6 +188,11 @@ KERNEL void multiply_plane(const ReadPlane<State, P, N>& plane, const Columns<St
 #endif
     multiply_block<C>(PlaneTimesColumns<State, P, N, C>(plane, columns.floats + c * N), out + c * stride, stride, Walk<State, P>::APART);
   });
+  if constexpr (State::scaled) {
+    constexpr int APART = Walk<State, P>::APART;
+    const vf factor = load_runs<vf>(scale, APART) * State::read_unit;
+    for (int c = 0; c < columns.count; c++) store_runs(out + c * stride, APART, load_runs<vf>(out + c * stride, APART) * factor);
+  }
 }
 
 // out[c * stride + row] = rows[row] . columns[c] for VW rows.
@@ -233,21 +239,21 @@ KERNEL void multiply_tokens(const float* rows, const float* packed, int count, f
 }
 
 // Fold `count` tokens into the rows of a block: S[p] <- decay S[p] + sum_j left[j][p] right[j], oldest first, in fp32. S comes from
-// `source(address, row of the block, e, a, b)` and goes to the head at `to` in the format To, which may be the checkpoint itself.
-// Entries of left lie STRIDE apart, rows of a quad `apart`. Decay is a scalar, or N numbers in the columns' order. Meanwhile the block
+// `source(address, row of the block, e, a, b)` and goes to a sink, which is told the row of the block, the column and the element of the
+// head. Entries of left lie STRIDE apart, rows of a quad `apart`. Decay is a scalar, or N numbers in the columns' order. Meanwhile the block
 // that begins with row `soon` of the head at `ahead` is prefetched.
-template <class State, class To, int STRIDE, int P, int N, bool DECAY_VECTOR, class Source>
-KERNEL void fold_block(const Source& source, const char* state, char* to, int first, const char* ahead, int soon, const float* decay,
+template <class State, int STRIDE, int P, int N, bool DECAY_VECTOR, class Source, class Sink>
+KERNEL void fold_block(const Source& source, const Sink& sink, const char* state, int first, const char* ahead, int soon, const float* decay,
                        const float* left, int apart, const float* right, int count) {
   typedef Walk<State, P> Walk;
   constexpr int WIDE = 4;  // vectors a row of a tile
   for (int r = 0; r < RUN; r++)
     for (int n = 0; n < N; n += WIDE * VW) {
       const char* at[QUAD];
-      char* put[QUAD];
+      int element[QUAD];
       UNROLL for (int k = 0; k < QUAD; k++) {
-        const int row = Walk::row(k, r), element = (first + row) * N + n;
-        at[k] = state + element * State::read_bytes, put[k] = to + element * To::read_bytes;
+        const int row = Walk::row(k, r);
+        element[k] = (first + row) * N + n, at[k] = state + element[k] * State::plane_bytes;
         State::prefetch(ahead, (soon + row) * N + n, WIDE * VW);
       }
       vf s[QUAD][WIDE];
@@ -271,17 +277,25 @@ KERNEL void fold_block(const Source& source, const char* state, char* to, int fi
       UNROLL for (int k = 0; k < QUAD; k++) UNROLL for (int w = 0; w < WIDE; w++) sum[w] += s[k][w];
       if (all_zero(((sum[0] + sum[1]) + (sum[2] + sum[3])) * 0.0f))
         UNROLL for (int k = 0; k < QUAD; k++) UNROLL for (int w = 0; w < WIDE; w += 2)
-            To::template write<true>(put[k], w * VW, s[k][w], s[k][w + 1]);
+            sink.template put<true>(Walk::lane(k, r), n + w * VW, element[k] + w * VW, s[k][w], s[k][w + 1]);
       else
         UNROLL for (int k = 0; k < QUAD; k++) UNROLL for (int w = 0; w < WIDE; w += 2)
-            To::template write<false>(put[k], w * VW, s[k][w], s[k][w + 1]);
+            sink.template put<false>(Walk::lane(k, r), n + w * VW, element[k] + w * VW, s[k][w], s[k][w + 1]);
     }
 }
 
-// Sources of fold_block: the checkpoint itself, or its rows as fp32.
+// Sources and sinks of fold_block: the checkpoint itself, or its rows as fp32.
 template <class State>
 struct FromCheckpoint {
-  INLINE void operator()(const char* at, int, int, int w, vf& a, vf& b) const { State::whole(at, w, a, b); }
+  INLINE void operator()(const char* at, int, int, int w, vf& a, vf& b) const { State::whole(at, w, 1.0f, a, b); }
+};
+template <int N>
+struct ToFloats {
+  float* rows;
+  template <bool FINITE>
+  INLINE void put(int row, int n, int, vf a, vf b) const {
+    store(rows + row * N + n, a), store(rows + row * N + n + VW, b);
+  }
 };
 template <int N>
 struct FromFloats {
@@ -292,19 +306,80 @@ struct FromFloats {
   }
 };
 
+// The rows of a block as fp32.
+template <class State, int P, int N>
+INLINE void read_block(const Checkpoint& at, int first, float* rows) {
+  for (int r = 0; r < RUN; r++)
+    for (int k = 0; k < QUAD; k++) {
+      const int row = first + Walk<State, P>::row(k, r);
+      float* to = rows + Walk<State, P>::lane(k, r) * N;
+      const float scale = State::scaled ? at.scale[row] : 1.0f;
+      for (int n = 0; n < N; n += 2 * VW) {
+        vf a, b;
+        State::whole(at.state + row * N * State::plane_bytes, n, scale, a, b);
+        store(to + n, a), store(to + n + VW, b);
+      }
+    }
+}
+
+// Where a fold leaves a head: a checkpoint, which may be the one it came from. BY_ROWS: a row is written at once, since its scale depends
+// on all of it, or random bits are drawn for it.
+template <class State, int P, int N, class Draws>
+struct ToCheckpoint {
+  static constexpr bool BY_ROWS = State::scaled || Draws::STOCHASTIC;
+  Checkpoint to;
+  Draws draws;
+  template <bool FINITE>
+  INLINE void put(int, int, int element, vf a, vf b) const {
+    State::template write<FINITE>(to.state, element, a, b);
+  }
+  INLINE void write_block(int first, const float* rows) const {
+    for (int r = 0; r < RUN; r++)
+      for (int k = 0; k < QUAD; k++) {
+        const int row = first + Walk<State, P>::row(k, r);
+        write_row<State, N>(to, row, rows + Walk<State, P>::lane(k, r) * N, draws.row(row));
+      }
+  }
+};
+
+// The fold of a block whose rows are in the checkpoint (rows = nullptr) or, once read, at `rows`, which then may change.
+template <class State, int STRIDE, int P, int N, bool DECAY_VECTOR, class To>
+INLINE void fold_rows(const Checkpoint& from, float* rows, const To& to, int first, const char* ahead, int soon, const float* decay,
+                      const float* left, int apart, const float* right, int count) {
+  const auto fold = [&](const auto& source, const auto& sink) INLINE_LAMBDA {
+    fold_block<State, STRIDE, P, N, DECAY_VECTOR>(source, sink, from.state, first, ahead, soon, decay, left, apart, right, count);
+  };
+  if constexpr (To::BY_ROWS || State::scaled) {
+    alignas(64) float own[VW * N];
+    if (!rows) read_block<State, P, N>(from, first, rows = own);
+    if constexpr (To::BY_ROWS) {
+      fold(FromFloats<N>{rows}, ToFloats<N>{rows});
+      to.write_block(first, rows);
+    } else {
+      fold(FromFloats<N>{rows}, to);
+    }
+  } else if (rows) {
+    fold(FromFloats<N>{rows}, to);
+  } else {
+    fold(FromCheckpoint<State>(), to);
+  }
+}
+
 constexpr int AHEAD_BYTES = 8192;  // measured: less leaves the memory waiting, more does not help
 
 // Calls body(first row, plane reader, ahead, first row ahead) for all blocks of a head; what lies AHEAD is in this head or the next.
 template <class State, int P, int N, class Body>
-INLINE void for_each_block(const char* state, bool flush, Body body) {
+INLINE void for_each_block(const Checkpoint& at, bool flush, Body body) {
   constexpr int ROW = N * State::read_bytes, BLOCKS = P / VW, FEW = AHEAD_BYTES / (VW * ROW);
   constexpr int AHEAD = FEW < 1 ? 1 : FEW < BLOCKS ? FEW : BLOCKS;
+  constexpr int HEAD = P * N * (State::skips ? State::whole_bytes : State::read_bytes);  // from one read plane to the next
   for (int b = 0; b < BLOCKS; b++) {
-    const int first = Walk<State, P>::first(b), soon = Walk<State, P>::first(b + AHEAD < BLOCKS ? b + AHEAD : b + AHEAD - BLOCKS);
-    const char* ahead = b + AHEAD < BLOCKS ? state : state + P * N * State::whole_bytes;
-    const char* at = state + first * ROW;
+    const bool next = b + AHEAD >= BLOCKS;
+    const int first = Walk<State, P>::first(b), soon = Walk<State, P>::first(next ? b + AHEAD - BLOCKS : b + AHEAD);
+    const char* plane = at.read + first * ROW;
     // A flush takes long, its fold does all the prefetching.
-    body(first, ReadPlane<State, P, N>{at, flush ? at : ahead + soon * ROW}, ahead, soon);
+    body(first, ReadPlane<State, P, N>{plane, flush ? plane : at.read + (next ? HEAD : 0) + soon * ROW},
+         at.state + (next ? P * N * State::whole_bytes : 0), soon);
   }
 }
 

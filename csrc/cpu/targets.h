@@ -12,13 +12,14 @@ struct Target {
   bool in_place;
 };
 
-// fp32 in natural order, as a format that a fold writes.
-struct Floats {
-  static constexpr int read_bytes = 4;
+// A head as fp32 in natural order, as a fold leaves it.
+struct ToTensor {
+  static constexpr bool BY_ROWS = false;
+  float* rows;
   template <bool FINITE>
-  static INLINE void write(char* head, int e, vf a, vf b) {
+  INLINE void put(int, int, int element, vf a, vf b) const {
     if (State::split) interleave(a, b);
-    fp32::store2((float*)head + e, a, b);
+    fp32::store2(rows + element, a, b);
   }
 };
 
@@ -43,20 +44,20 @@ static bool find_target(const Params* p, long long row, bool reports, History& h
   return !(target.in_place && history.history == 0);
 }
 
-// Calls fold(format, state of the head, where the folded one goes).
+// Calls fold(checkpoint of the head, where the folded one goes).
 template <class Fold>
 static void fold_to(const Layer* layer, const History& history, const Target& target, int head, Fold fold) {
   const Params* p = target.p;
-  const auto plane = [&](long long slot) {
-    return at<char>(layer->state, 0) + (slot * layer->state_slot + (long long)head * P * N) * State::whole_bytes;
-  };
-  const char* state = plane(history.slot);
-  if (p->out_dtype == NONE) return fold(State(), state, plane(target.element));
+  const Checkpoint from = checkpoint_at(layer, history.slot, head);
+  if (p->out_dtype == NONE) {
+    const Draws draws(p, history.slot, p->first_layer + target.layer, head);
+    return fold(from, ToCheckpoint<State, P, N, Draws>{checkpoint_at(layer, target.element, head), draws});
+  }
   const long long offset = target.element * p->out_row + head * p->out_head;
   if (p->out_dtype == FP32 && p->out_n == 1 && p->out_p == N)
-    return fold(Floats(), state, (char*)(at<float>(p->out[target.layer], offset)));
+    return fold(from, ToTensor{at<float>(p->out[target.layer], offset)});
   static thread_local std::vector<float> rows(P * N);
-  fold(Floats(), state, (char*)rows.data());
+  fold(from, ToTensor{rows.data()});
   for (int i = 0; i < P; i++) move_row(p->out_dtype, p->out[target.layer], offset + i * p->out_p, p->out_n, &rows[i * N], true);
 }
 

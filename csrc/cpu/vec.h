@@ -55,6 +55,7 @@ typedef float vf __attribute__((vector_size(VECTOR_BYTES)));
 typedef int32_t vi __attribute__((vector_size(VECTOR_BYTES)));
 typedef uint32_t vu __attribute__((vector_size(VECTOR_BYTES)));
 typedef uint16_t vh __attribute__((vector_size(VECTOR_BYTES / 2)));
+typedef int8_t vb __attribute__((vector_size(VECTOR_BYTES / 4)));
 
 // Loads and stores go through memcpy: any alignment, no aliasing assumption, one instruction.
 template <class V>
@@ -124,6 +125,22 @@ INLINE vh narrow(vu v) {
   return (vh)_mm512_cvtepi32_epi16((__m512i)v);
 #else
   return __builtin_convertvector(v, vh);
+#endif
+}
+
+// Signed bytes to 32-bit numbers, and the low bytes back.
+INLINE vi from_bytes(vb b) {
+#if defined(__AVX512F__)
+  return (vi)_mm512_cvtepi8_epi32((__m128i)b);
+#else
+  return __builtin_convertvector(b, vi);
+#endif
+}
+INLINE vb to_bytes(vi v) {
+#if defined(__AVX512F__)
+  return (vb)_mm512_cvtepi32_epi8((__m512i)v);
+#else
+  return __builtin_convertvector(v, vb);
 #endif
 }
 

@@ -38,17 +38,18 @@ __device__ __forceinline__ void invert(FoldFactors& fold, int history, int lane)
 // Where a unit fits in the registers, they keep it from the product to the fold. `product_keys` are the columns that the state is
 // multiplied with, `fold_keys` those that are added to it; `ring_v` is the head's. An empty history decodes the state.
 template <typename To, typename ProductKeys, typename FoldKeys, typename Decay>
-__device__ __forceinline__ void exact_fold(const History& row, const Act* ring_v, int slab, const char* lane_row, const To& to,
+__device__ __forceinline__ void exact_fold(const History& row, const Act* ring_v, int slab, const Place& from, To to,
                                            const FoldFactors& factors, ProductKeys product_keys, FoldKeys fold_keys, const Decay& decay,
                                            int lane) {
   lane = opaque(lane);
-  constexpr int VEC = Whole::VEC, KEPT = N <= 128 && BUFFER_LEN <= 16 && ProductKeys::EXACT ? WHOLE_RUNS : FOLD_BATCH;
+  constexpr bool FITS = N <= 128 && BUFFER_LEN <= 16 && ProductKeys::EXACT && !Whole::SCALED;
+  constexpr int VEC = Whole::VEC, KEPT = FITS ? WHOLE_RUNS : FOLD_BATCH;
   ring_v += slab * 16 + lane / 4;
   const int newest = max(row.history - 1, 0);
   float value[KEPT][2][VEC];
   auto load = [&](int first) {
     WholeRuns<KEPT> whole;
-    whole.load(lane_row, first);
+    whole.load(from, first);
 #pragma unroll
     for (int i = 0; i < KEPT; ++i) whole.decode(value[i][0], i, 0), whole.decode(value[i][1], i, 1);
   };
@@ -115,8 +116,7 @@ __device__ __forceinline__ void exact_fold(const History& row, const Act* ring_v
       for (int n = 0; n < 3; ++n) scaled[q / 2][n][q % 2 * 2 + i] = terms[n];
     }
   }
-#pragma unroll 1
-  for (int first = 0; first < WHOLE_RUNS; first += KEPT) {
+  fold<KEPT>(to, [&](int first) {
     if (KEPT < WHOLE_RUNS) load(first);
     fold_runs<KEPT>(
         to, first,
@@ -125,5 +125,5 @@ __device__ __forceinline__ void exact_fold(const History& row, const Act* ring_v
           for (int e = 0; e < VEC; ++e) out[e] = value[i][row][e];
         },
         decay, scaled, fold_keys, row.history, lane);
-  }
+  });
 }

@@ -28,11 +28,14 @@ struct Run {
 
 template <int WORDS>
 __device__ __forceinline__ void load_words(u32 (&out)[WORDS], const void* from) {
-  if constexpr (WORDS == 4) {
-    const uint4 v = *static_cast<const uint4*>(from);
-    out[0] = v.x, out[1] = v.y, out[2] = v.z, out[3] = v.w;
+  if constexpr (WORDS % 4 == 0) {
+#pragma unroll
+    for (int i = 0; i < WORDS; i += 4) {
+      const uint4 v = static_cast<const uint4*>(from)[i / 4];
+      out[i] = v.x, out[i + 1] = v.y, out[i + 2] = v.z, out[i + 3] = v.w;
+    }
   } else {
-    static_assert(WORDS == 2, "a run has 4 or 8 elements of 16 bits");
+    static_assert(WORDS == 2, "a run has 4, 8 or 16 elements of 16 bits");
     const uint2 v = *static_cast<const uint2*>(from);
     out[0] = v.x, out[1] = v.y;
   }
@@ -166,23 +169,22 @@ __device__ __forceinline__ void value_fragment(u32 (&a)[ACT_TERMS][4], const Act
 
 // The read plane on its way through registers: up to 8 runs of a lane's two rows. Loads go out as soon as the previous product
 // has used the registers, so they fly while the warp finishes the unit before.
-constexpr int RUN_BYTES = 64;  // what the four lanes of a row read at once
 constexpr int RUNS = N / (4 * Read::VEC);
 constexpr int PIECE = RUNS < 8 ? RUNS : 8;
 constexpr int PIECES = RUNS / PIECE;
 
-// Where a lane's rows of a unit begin: row lane / 4, and the lane's 16 bytes of the first run.
-__device__ __forceinline__ int lane_offset(int lane) { return lane / 4 * int(STATE_PITCH) + lane % 4 * 16; }
-
 struct Piece {
   u32 top[PIECE][4], bottom[PIECE][4];
+  float scale_top, scale_bottom;  // of the unit whose last piece this becomes, where rows have scales
 
-  __device__ void load(const char* lane_row, int piece) {
+  __device__ void load(const Place& place, int piece) {
+    const char* from = place.read() + piece * PIECE * RUN_BYTES;
 #pragma unroll
     for (int i = 0; i < PIECE; ++i) {
-      load_streaming(top[i], lane_row + (piece * PIECE + i) * RUN_BYTES);
-      load_streaming(bottom[i], lane_row + (piece * PIECE + i) * RUN_BYTES + 8 * STATE_PITCH);
+      load_streaming(top[i], from + i * RUN_BYTES);
+      load_streaming(bottom[i], from + i * RUN_BYTES + 8 * READ_PITCH);
     }
+    if (Whole::SCALED && piece == 0) scale_top = place.row_scale(0) * Read::UNIT, scale_bottom = place.row_scale(8) * Read::UNIT;
   }
 
   // acc[q] += (16 rows of the state) x (8 columns): a lane brings the row of column lane / 4 of each tile.
@@ -205,17 +207,22 @@ struct Piece {
         }
       }
     }
+    if (Whole::SCALED && piece == PIECES - 1)
+#pragma unroll
+      for (int q = 0; q < Q; ++q) acc[q][0] *= scale_top, acc[q][1] *= scale_top, acc[q][2] *= scale_bottom, acc[q][3] *= scale_bottom;
   }
 };
 
-// Ask L2 for the 16 rows of a unit, in the read plane (plane = 0) or another one. `lane_row` is the lane's own address, as in
-// planes.cuh; a lane asks for whole 128-byte lines.
-__device__ __forceinline__ void prefetch_planes(const char* lane_row, i64 plane, int lane) {
-  if (plane && Whole::LOADS == 1) return;
-  const char* unit = lane_row - lane_offset(lane) + plane;
+// Ask L2 for one plane of a unit's 16 rows of the checkpoint; a lane asks for whole 128-byte lines.
+__device__ __forceinline__ void prefetch_plane(const Place& place, int plane, int lane) {
+  const char* unit = place.at - (lane / 4 * int(STATE_PITCH) + lane % 4 * WHOLE_LANE) + plane * PLANE_BYTES;
 #pragma unroll
   for (int line = 0; line < 16 * STATE_PITCH / 128; line += 32)
     if (line + lane < 16 * STATE_PITCH / 128) prefetch(unit + (line + lane) * 128);
+}
+// What a fold reads and a step does not.
+__device__ __forceinline__ void prefetch_rest(const Place& place, int lane) {
+  if (Whole::LOADS == 2 || Whole::COPIED) prefetch_plane(place, Whole::LOADS - 1, lane);
 }
 
 // Gram tile: up to 16 queries (8 unless WIDE) against 8 keys, over N columns. `query_row(i)` is the row of query i, `to(i)` where its
@@ -314,31 +321,68 @@ constexpr int WHOLE_RUNS = N / (4 * Whole::VEC);
 // Some runs of a lane's two rows, as they lie in memory.
 template <int RUNS>
 struct WholeRuns {
-  u32 raw[RUNS][2][Whole::LOADS][4];
+  u32 raw[RUNS][2][Whole::LOADS][Whole::WORDS];
+  float scale[2];
 
-  __device__ void load(const char* lane_row, int first) {
+  __device__ void load(const Place& place, int first) {
 #pragma unroll
     for (int i = 0; i < RUNS; ++i)
 #pragma unroll
-      for (int row = 0; row < 2; ++row) Whole::load(raw[i][row], lane_row + (first + i) * RUN_BYTES + row * 8 * STATE_PITCH, PLANE_BYTES);
+      for (int row = 0; row < 2; ++row) Whole::load(raw[i][row], place.at + (first + i) * WHOLE_RUN + row * 8 * STATE_PITCH, PLANE_BYTES);
+    if (Whole::SCALED && !Whole::COPIED) scale[0] = place.row_scale(0), scale[1] = place.row_scale(8);
     __syncwarp();  // all loads first: one that sinks below the store of its line's other half waits for that store
   }
-  __device__ void decode(float (&value)[Whole::VEC], int i, int row) const { Whole::decode(value, raw[i][row]); }
+  __device__ void decode(float (&value)[Whole::VEC], int i, int row) const { Whole::decode(value, raw[i][row], scale[row]); }
 };
 
-// Where a fold leaves a lane's run: of its row lane / 4 (half 0), or of the row eight below. Here the checkpoint it came from.
+// Where a fold leaves a unit, run by run: of a lane's row lane / 4 (half 0), or of the row eight below. Here a checkpoint, which may be the
+// one it came from. The scale of a row depends on all of it, so rows with scales are folded twice: for their largest magnitudes, then to be
+// stored.
 struct InPlace {
-  char* lane_row;
+  Place place;
+  decltype(static_cast<const Draws*>(nullptr)->row(0)) rounding[2];
+  u32 largest[2] = {};
+  float scale[2], inverse[2];
+  bool stores = !Whole::SCALED;
 
-  __device__ void store(int run, int half, const float (&value)[Whole::VEC]) const {
-    Whole::store(lane_row + run * RUN_BYTES + half * 8 * STATE_PITCH, PLANE_BYTES, value);
+  __device__ InPlace(const Place& place, const Draws& draws) : place(place), rounding{draws.row(0), draws.row(8)} {}
+  __device__ bool measures() const { return Whole::SCALED; }
+  __device__ void measured() {
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      largest[row] = max(largest[row], __shfl_xor_sync(~0u, largest[row], 1));
+      row_scale(max(largest[row], __shfl_xor_sync(~0u, largest[row], 2)), Whole::LARGEST, scale[row], inverse[row]);
+    }
+    stores = true;
+  }
+  __device__ void store(int run, int half, const float (&value)[Whole::VEC]) {
+    if (stores)
+      place.store(run, half * 8, value, inverse[half], rounding[half]);
+    else
+#pragma unroll
+      for (int e = 0; e < Whole::VEC; ++e) largest[half] = max(largest[half], __float_as_uint(value[e]) & 0x7fffffffu);
+  }
+  __device__ void finish() const {
+    if (Whole::SCALED && threadIdx.x % 4 == 0) place.scale[0] = scale[0], place.scale[8] = scale[1];
   }
 };
+
+// Folds a unit, RUNS runs of its rows at a time: `fold_some(first)`.
+template <int RUNS, typename To, typename FoldSome>
+__device__ __forceinline__ void fold(To& to, const FoldSome& fold_some) {
+  const bool measures = to.measures();
+#pragma unroll 1
+  for (int at = Whole::SCALED && measures ? -WHOLE_RUNS : 0; at < WHOLE_RUNS; at += RUNS) {
+    if (Whole::SCALED && measures && at == 0) to.measured();
+    fold_some(Whole::SCALED && at < 0 ? at + WHOLE_RUNS : at);
+  }
+  to.finish();
+}
 
 // Fold some runs, whose present values `decode(out, i, row)` gives. `factors` holds a_j as A fragments of FOLD_STEPS steps of 16
 // entries, zero from `history` on. `decay(column)` is a factor of a column of the state.
 template <int RUNS, typename To, typename Decode, typename Decay, typename Keys>
-__device__ __forceinline__ void fold_runs(const To& to, int first, const Decode& decode, const Decay& decay,
+__device__ __forceinline__ void fold_runs(To& to, int first, const Decode& decode, const Decay& decay,
                                           const u32 (&factors)[FOLD_STEPS][3][4], Keys keys, int history, int lane) {
   constexpr int VEC = Whole::VEC;
   const u32 select = lane / 4 & 1 ? 0x7632 : 0x5410;

@@ -5,8 +5,8 @@ __device__ __forceinline__ float fold_factor(float a, float step, float back) { 
 
 // x_j times its fold factor as A fragments, three bf16 terms, then the fold.
 template <typename To>
-__device__ __forceinline__ void fold_unit(const char* lane_row, const To& to, float decay, const float* factor, const Act* values,
-                                          const Act* keys, int history, int lane) {
+__device__ __forceinline__ void fold_unit(const Place& from, To to, float decay, const float* factor, const Act* values, const Act* keys,
+                                          int history, int lane) {
   u32 factors[FOLD_STEPS][3][4];
 #pragma unroll
   for (int s = 0; s < FOLD_STEPS; ++s) {
@@ -24,12 +24,11 @@ __device__ __forceinline__ void fold_unit(const char* lane_row, const To& to, fl
       for (int n = 0; n < 3; ++n) factors[s][n][i] = terms[n];
     }
   }
-#pragma unroll 1
-  for (int first = 0; first < WHOLE_RUNS; first += FOLD_BATCH) {
+  fold<FOLD_BATCH>(to, [&](int first) {
     WholeRuns<FOLD_BATCH> whole;
-    whole.load(lane_row, first);
+    whole.load(from, first);
     fold_runs<FOLD_BATCH>(
         to, first, [&](float (&value)[Whole::VEC], int i, int row) { whole.decode(value, i, row); }, [=](int) { return decay; }, factors,
         ActRows{keys}, history, opaque(lane));
-  }
+  });
 }

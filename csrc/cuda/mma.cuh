@@ -98,6 +98,16 @@ __device__ __forceinline__ void store_vector(void* to, const u32 (&value)[4]) {
   *static_cast<uint4*>(to) = make_uint4(value[0], value[1], value[2], value[3]);
 }
 
+__device__ __forceinline__ void load_streaming(u32 (&out)[2], const void* from) {
+  asm volatile("ld.global.L1::no_allocate.v2.u32 { %0, %1}, [%2];" : "=r"(out[0]), "=r"(out[1]) : "l"(from) : "memory");
+}
+__device__ __forceinline__ void load_half_vector(u32 (&out)[2], const void* from) {
+  asm volatile("ld.global.v2.u32 { %0, %1}, [%2];" : "=r"(out[0]), "=r"(out[1]) : "l"(from) : "memory");
+}
+__device__ __forceinline__ void store_half_vector(void* to, const u32 (&value)[2]) {
+  *static_cast<uint2*>(to) = make_uint2(value[0], value[1]);
+}
+
 // 16 bytes of activations to shared memory from an address of any alignment that the element type allows.
 template <typename Act>
 __device__ __forceinline__ void copy_activations(Act* to, const Act* from, bool aligned) {

@@ -5,13 +5,18 @@ constexpr int POSITION_ERROR = 2;  // bit of `error`: a position outside its slo
 
 // Where one unit's state goes, see InPlace: a slot of the cache, or a tensor.
 struct Target {
-  char* lane_row;
+  InPlace slot;
   void* tensor;
   int dtype;  // 0: the slot
   i64 at, row_stride, column_stride;
 
-  __device__ void store(int run, int half, const float (&value)[Whole::VEC]) const {
-    if (dtype == 0) return InPlace{lane_row}.store(run, half, value);
+  __device__ bool measures() const { return Whole::SCALED && dtype == 0; }
+  __device__ void measured() { slot.measured(); }
+  __device__ void finish() const {
+    if (dtype == 0) slot.finish();
+  }
+  __device__ void store(int run, int half, const float (&value)[Whole::VEC]) {
+    if (dtype == 0) return slot.store(run, half, value);
     const i64 step = column_stride + opaque(0);  // its multiples are not worth the registers they would take from the fold
     i64 to = at + half * 8 * row_stride + i64(run * 4 * Whole::VEC) * step;
 #pragma unroll
@@ -45,17 +50,14 @@ struct Task : History {
   }
 
   // Of 16 rows of the head, in a slot.
-  __device__ char* lane_row(i64 of, int slab, int lane) const {
-    return static_cast<char*>(layer->state) + of * layer->state_slot * Whole::BYTES + head * HEAD_BYTES + slab * 16 * STATE_PITCH +
-           lane_offset(lane);
-  }
+  __device__ Place place_in(i64 of, int slab, int lane) const { return place_of(*layer, of, head, slab * 16 + lane / 4); }
   __device__ Target target(const Params& p, int slab, int lane) const {
-    if (p.out_dtype == 0) return {lane_row(element, slab, lane), nullptr, 0, 0, 0, 0};
+    const Draws draws(p, slot, p.first_layer + blockIdx.z, head, slab * 16 + lane / 4);
+    if (p.out_dtype == 0) return {InPlace(place_in(element, slab, lane), draws), nullptr, 0, 0, 0, 0};
     const i64 at = element * p.out_row + head * p.out_head + (slab * 16 + lane / 4) * p.out_p + lane % 4 * Whole::VEC * p.out_n;
-    return {nullptr, p.out[blockIdx.z], p.out_dtype, at, p.out_p, p.out_n};
+    return {InPlace(Place{}, draws), p.out[blockIdx.z], p.out_dtype, at, p.out_p, p.out_n};
   }
   __device__ void prefetch(int slab, int lane) const {
-    prefetch_planes(lane_row(slot, slab, lane), 0, lane);
-    prefetch_planes(lane_row(slot, slab, lane), PLANE_BYTES, lane);
+    for (int plane = 0; plane < Whole::LOADS; ++plane) prefetch_plane(place_in(slot, slab, lane), plane, lane);
   }
 };

@@ -37,6 +37,7 @@ struct alignas(8) float2 {
 struct alignas(16) float4 {
   float x, y, z, w;
 };
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 struct dim3 {
   unsigned x, y, z;
@@ -253,11 +254,19 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned select) {
   }
   return out;
 }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
 inline unsigned __umulhi(unsigned a, unsigned b) { return uint64_t(a) * b >> 32; }
 inline size_t __cvta_generic_to_shared(const void* pointer) { return static_cast<const char*>(pointer) - emulator::shared_base(); }
 inline int atomicAdd(int* at, int v) {
   const int old = *at;
   *at += v;
+  return old;
+}
+inline unsigned atomicMax(unsigned* at, unsigned v) {
+  const unsigned old = *at;
+  if (v > old) *at = v;
   return old;
 }
 inline int atomicOr(int* at, int v) {
@@ -287,6 +296,11 @@ inline void ptx_cvt_rn_f16x2_f32(uint32_t& out, float high, float low) {
   uint16_t h, l;
   ptx_cvt_rn_f16_f32(h, high), ptx_cvt_rn_f16_f32(l, low);
   out = uint32_t(h) << 16 | l;
+}
+inline void ptx_fma_rn_bf16x2(uint32_t& out, uint32_t a, uint32_t b, uint32_t c) {
+  using emulator::high, emulator::low, emulator::to_bf16;
+  const float h = std::fma(high(a), high(b), high(c)), l = std::fma(low(a), low(b), low(c));
+  out = uint32_t(to_bf16(h)) << 16 | to_bf16(l);
 }
 inline void ptx_ex2_approx_ftz_f32(float& out, float v) { out = std::exp2(v); }
 
@@ -352,4 +366,11 @@ inline void ptx_ld_global_L1_no_allocate_v4_u32(uint32_t& r0, uint32_t& r1, uint
   ptx_ld_global_v4_u32(r0, r1, r2, r3, from);
 }
 inline void ptx_mov_b32(int&) {}
+inline void ptx_ld_global_v2_u32(uint32_t& r0, uint32_t& r1, const void* from) {
+  if (reinterpret_cast<uintptr_t>(from) % 8) emulator::fail("misaligned vector load");
+  uint32_t words[2];
+  std::memcpy(words, from, 8);
+  r0 = words[0], r1 = words[1];
+}
+inline void ptx_ld_global_L1_no_allocate_v2_u32(uint32_t& r0, uint32_t& r1, const void* from) { ptx_ld_global_v2_u32(r0, r1, from); }
 inline void ptx_prefetch_global_L2(const void*) {}
