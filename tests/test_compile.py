@@ -62,6 +62,17 @@ def test_formats(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_scaled_formats(family):
+    """8-bit planes, copies and stochastic rounding, in steps and in folds."""
+    options = [with_format(name) for name in ("int16_int8", "fp8", "fp32_int8")]
+    options += [{"rounding": "stochastic", **with_format(name)} for name in ("bf16", "int8")]
+    specs = [small_spec(family, buffer_len=16, **chosen) for chosen in options]
+    judge(compiled(specs[:1], "fold"))
+    judge(compiled(specs))
+    judge(compiled([small_spec(family, **with_format("int8"))], "standard"))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_windows(family):
     judge(compiled([small_spec(family, buffer_len=length, max_tokens=t) for length, t in ((16, 8), (32, 4), (64, 1))]))
 

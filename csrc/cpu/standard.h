@@ -42,9 +42,12 @@ struct Place {
     else
       a = ::load(kept + e), b = ::load(kept + e + VW);
   }
+  template <class S>
+  INLINE void write(int e, vf a, vf b) const {
+    if constexpr (!S::scaled) S::template write<false>(to, e, a, b);
+  }
   INLINE void store(int e, vf a, vf b) const {
-    if constexpr (!State::scaled)
-      if (to) State::template write<false>(to, e, a, b);
+    if (to) write<State>(e, a, b);
     if (!LAST) ::store(kept + e, a), ::store(kept + e + VW, b);
   }
 };

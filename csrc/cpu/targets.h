@@ -54,8 +54,7 @@ static void fold_to(const Layer* layer, const History& history, const Target& ta
     return fold(from, ToCheckpoint<State, P, N, Draws>{checkpoint_at(layer, target.element, head), draws});
   }
   const long long offset = target.element * p->out_row + head * p->out_head;
-  if (p->out_dtype == FP32 && p->out_n == 1 && p->out_p == N)
-    return fold(from, ToTensor{at<float>(p->out[target.layer], offset)});
+  if (p->out_dtype == FP32 && p->out_n == 1 && p->out_p == N) return fold(from, ToTensor{at<float>(p->out[target.layer], offset)});
   static thread_local std::vector<float> rows(P * N);
   fold(from, ToTensor{rows.data()});
   for (int i = 0; i < P; i++) move_row(p->out_dtype, p->out[target.layer], offset + i * p->out_p, p->out_n, &rows[i * N], true);

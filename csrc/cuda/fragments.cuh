@@ -356,6 +356,10 @@ struct InPlace {
     stores = true;
   }
   __device__ void store(int run, int half, const float (&value)[Whole::VEC]) {
+    if constexpr (!Whole::SCALED) {
+      place.store(run, half * 8, value, 1.f, rounding[half]);
+      return;
+    }
     if (stores)
       place.store(run, half * 8, value, inverse[half], rounding[half]);
     else

@@ -1,0 +1,112 @@
+"""State and output errors of every checkpoint format against the float64 recurrence, over tens of thousands of tokens.
+
+One data set a family, for replay in every format and for plain decode (the standard kernel, one token a launch, its state rounded at
+each) in those of one plane: ``python benchmarks/accuracy.py --markdown docs/accuracy.md``. Runs on the CPU backend, in minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from harness import FAMILIES, make_inputs, make_weights, recurrence, relative_error, small_spec
+
+from replayssm_jit import ReplayCache, ReplayWrapper
+from replayssm_jit.specs import DTYPE_NAMES, STATE_FORMATS, ReplaySpec
+from replayssm_jit.standard import StandardKernel
+
+OPTIONAL = {"D", "dt_bias", "A_log"}
+NAMES = {"mamba2": "Mamba-2", "gdn": "Gated DeltaNet", "kda": "KDA"}
+PARTS = 512  # tokens at either end whose outputs are compared
+
+
+def slow(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Decays slow enough for errors to add up."""
+    slower = {"A": lambda x: x * 0.05, "A_log": lambda x: x - 3.0}
+    return {k: slower[k](v) if k in slower else v for k, v in weights.items()}
+
+
+def replay(spec: ReplaySpec, weights, tokens, state, seed: int):
+    """Decode with drafts and random acceptance; outputs of the accepted tokens and the final state."""
+    generator = torch.Generator().manual_seed(seed)
+    count = next(iter(tokens.values())).shape[0]
+    drafts = make_inputs(spec, 64, generator, OPTIONAL)
+    cache = ReplayCache.allocate(spec, num_layers=1, num_slots=1, device="cpu")
+    cache.set_weights(0, **weights)
+    cache.load_state(0, [0], state[None])
+    wrapper, slots, done, outputs = ReplayWrapper(cache), torch.zeros(1, dtype=torch.int32), 0, []
+    while done < count:
+        t = int(torch.randint(1, spec.max_tokens + 1, (), generator=generator))
+        accepted = min(int(torch.randint(0, t + 1, (), generator=generator)), count - done)
+        inputs = {k: torch.cat([v[done : done + accepted], drafts[k][: t - accepted]])[None] for k, v in tokens.items()}
+        wrapper.plan(slots, t)
+        outputs.append(wrapper.run(0, **inputs)[0, :accepted])
+        wrapper.commit(slots, t, torch.tensor([accepted], dtype=torch.int32))
+        done += accepted
+    cache.flush([0])
+    return torch.cat(outputs), cache.read_state(0, [0])[0]
+
+
+def plain(spec: ReplaySpec, weights, tokens, state):
+    """One token a launch; the state is rounded to its dtype at each."""
+    kernel = StandardKernel(spec, "cpu")
+    cache = ReplayCache.allocate(kernel.spec, num_layers=1, num_slots=1, device="cpu")  # encodes and decodes the state
+    cache.load_state(0, [0], state[None])
+    layer, slots, out = cache.layers[0], torch.zeros(1, dtype=torch.int32), []
+    inputs = {k: v[None] for k, v in tokens.items()}
+    for t in range(next(iter(tokens.values())).shape[0]):
+        token = {k: v[:, t : t + 1] for k, v in inputs.items()}
+        out.append(kernel.run(layer["state"], slots, scale=layer.get("scale"), **token, **weights)[0])
+    return torch.cat(out), cache.read_state(0, [0])[0]
+
+
+def rows(family: str, length: int, seed: int):
+    """Cells of one family's lines."""
+    base = small_spec(family, heads=2, head_dim=64, state_dim=64, buffer_len=16, **{"groups" if family == "mamba2" else "key_heads": 1})
+    generator = torch.Generator().manual_seed(seed)
+    weights = slow(make_weights(base, generator, OPTIONAL))
+    tokens = make_inputs(base, length, generator, OPTIONAL)
+    state = torch.randn(base.shape("H", "P", "N"), generator=generator)
+    want, final = recurrence(base, tokens, weights, state.double())
+    ends = (slice(PARTS, 2 * PARTS), slice(-PARTS, None))  # the first tokens still see the initial state
+
+    def line(kind, name, got, found):
+        errors = [relative_error(got[part], want[part]) for part in ends]
+        return [NAMES[family], kind, name, f"{relative_error(found, final):.1e}", f"{errors[0]:.2e} / {errors[1]:.2e}"]
+
+    for checkpoint, read in STATE_FORMATS:
+        spec = replace(base, checkpoint_dtype=checkpoint, read_dtype=read)
+        pair = DTYPE_NAMES[checkpoint] if checkpoint is read else f"{DTYPE_NAMES[checkpoint]}/{DTYPE_NAMES[read]}"
+        for rounding in ("nearest", "stochastic") if checkpoint is not torch.float32 else ("nearest",):
+            name = pair if rounding == "nearest" else f"{pair}, stochastic"
+            yield line("replay", name, *replay(replace(spec, rounding=rounding), weights, tokens, state, seed + 1))
+        if checkpoint is read:
+            yield line("plain decode", pair, *plain(spec, weights, tokens, state))
+
+
+def main() -> None:
+    """Print the table, or write it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=int, default=32768)
+    parser.add_argument("--family", choices=FAMILIES, action="append")
+    parser.add_argument("--seed", type=int, default=70)
+    parser.add_argument("--markdown", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    head = ["family", "kernel", "checkpoint/read", "state", "outputs, first / last"]
+    lines = [head, ["---"] * len(head)]
+    for family in options.family or FAMILIES:
+        for row in rows(family, options.tokens, options.seed):
+            lines.append(row)
+            print("| " + " | ".join(row) + " |", flush=True)
+    if options.markdown:
+        options.markdown.write_text("".join("| " + " | ".join(row) + " |\n" for row in lines))
+
+
+if __name__ == "__main__":
+    main()
