@@ -40,5 +40,6 @@ static void fold_exactly(const History& row, const Fold& w, const act* v, const 
     for (int later = j + 1; later < row.history; later++) store(u + later * VW, load(u + later * VW) - w.pair[later * WINDOW + j] * done);
     store(u + j * VW, w.weight[j] * done);
   }
-  fold_rows<State, VW, P, N, DECAY_VECTOR>(from, rows, to, first, ahead, soon, w.decay, u, Walk<State, P>::LANES_APART, w.right, row.history);
+  fold_rows<State, VW, P, N, DECAY_VECTOR>(from, rows, to, first, ahead, soon, w.decay, u, Walk<State, P>::LANES_APART, w.right,
+                                           row.history);
 }

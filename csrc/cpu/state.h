@@ -177,8 +177,8 @@ struct Columns {
 
 // out[c * stride + row] for a block of the read plane; `scale` is that of the block's first row.
 template <class State, int P, int N, int MOST, bool EXACT>
-KERNEL void multiply_plane(const ReadPlane<State, P, N>& plane, const float* scale, const Columns<State, N, MOST, EXACT>& columns, float* out,
-                           int stride) {
+KERNEL void multiply_plane(const ReadPlane<State, P, N>& plane, const float* scale, const Columns<State, N, MOST, EXACT>& columns,
+                           float* out, int stride) {
   for_columns<MOST>(columns.count, [&](int c, auto tile) INLINE_LAMBDA {
     constexpr int C = decltype(tile)::value;
 #if defined(__AVX512BF16__)
@@ -243,8 +243,8 @@ KERNEL void multiply_tokens(const float* rows, const float* packed, int count, f
 // head. Entries of left lie STRIDE apart, rows of a quad `apart`. Decay is a scalar, or N numbers in the columns' order. Meanwhile the block
 // that begins with row `soon` of the head at `ahead` is prefetched.
 template <class State, int STRIDE, int P, int N, bool DECAY_VECTOR, class Source, class Sink>
-KERNEL void fold_block(const Source& source, const Sink& sink, const char* state, int first, const char* ahead, int soon, const float* decay,
-                       const float* left, int apart, const float* right, int count) {
+KERNEL void fold_block(const Source& source, const Sink& sink, const char* state, int first, const char* ahead, int soon,
+                       const float* decay, const float* left, int apart, const float* right, int count) {
   typedef Walk<State, P> Walk;
   constexpr int WIDE = 4;  // vectors a row of a tile
   for (int r = 0; r < RUN; r++)

@@ -73,6 +73,7 @@ INLINE void store(float* p, vf v) { store_as(p, v); }
 INLINE vf splat(float x) { return x - vf{}; }
 INLINE vu as_bits(vf v) { return (vu)v; }
 INLINE vf as_float(vu v) { return (vf)v; }
+INLINE vf select(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask & (vi)no)); }
 INLINE vu select(vi mask, vu yes, vu no) { return ((vu)mask & yes) | (~(vu)mask & no); }
 // The second one if either is NaN.
 INLINE vf max(vf a, vf b) {
