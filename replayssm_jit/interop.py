@@ -16,9 +16,10 @@ import torch
 from . import checks
 from .functional import Step
 from .kernels import backend_of
-from .specs import DTYPE_NAMES, Mamba2Spec
+from .specs import Mamba2Spec
 from .standard import StandardKernel
 
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _NAMES = {
     "ring_x": "x_cache",
     "ring_b": "B_cache",
@@ -287,7 +288,7 @@ def _spec(
 ) -> Mamba2Spec:
     _, heads, head_dim, state_dim = _shape("state", state, 4)
     for name, tensor in (("state", state), ("x", x), ("dt", checks.tensor("dt", dt))):
-        if tensor.dtype not in DTYPE_NAMES:
+        if tensor.dtype not in _FLOATS:
             raise TypeError(f"{name} must be float32, bfloat16 or float16, got {tensor.dtype}")
     if dt.dtype not in (x.dtype, torch.float32):
         raise TypeError(f"dt must be float32 or of x's dtype {x.dtype}, got {dt.dtype}")
