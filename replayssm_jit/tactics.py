@@ -83,7 +83,7 @@ def constants(spec: ReplaySpec, kind: str) -> dict[str, int]:
         return {"smem": fold_smem(spec), "min_blocks": 3 if spec.buffer_len <= 32 else 2}
     memory, blocks = shared_memory(spec), min_blocks(spec)
     if kind == "tree":  # paths take registers, too
-        blocks = min(blocks, 3 if spec.family == "mamba2" else 2 if spec.family == "kda" and spec.max_tokens > 8 else 4)
+        blocks = min(blocks, 3 if spec.family == "mamba2" else 4)
     return {"smem_fixed": memory.fixed, "smem_per_head": memory.per_head, "min_blocks": blocks}
 
 
@@ -96,7 +96,7 @@ def min_blocks(spec: ReplaySpec) -> int:
         if narrow and not spec.scaled and spec.buffer_len <= 16 and spec.max_tokens <= (8 if spec.state_format == "fp32_bf16" else 2):
             return 5
         return 3 if spec.max_tokens > 8 or spec.state_dim > 128 else 4
-    if spec.family == "kda" and spec.buffer_len > 32:
+    if spec.family == "kda" and (spec.buffer_len > 32 or spec.max_tokens > 8):
         return 2
     return 4 if narrow and spec.buffer_len <= 16 else 3
 
