@@ -2,12 +2,29 @@
 
 import pytest
 import torch
-from harness import FAMILIES, FORMATS, Harness, decode_planes, quantised, read, relative_error, same_bits, small_spec, with_format
+from harness import (
+    FAMILIES,
+    FORMATS,
+    STATE_FLIPS,
+    Harness,
+    decode_planes,
+    make_inputs,
+    make_weights,
+    quantised,
+    read,
+    recurrence,
+    relative_error,
+    same_bits,
+    small_spec,
+    stored,
+    with_format,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from replayssm_jit import ReplayCache
+from replayssm_jit.standard import StandardKernel
 
 SCALED = [name for name, (_, read_dtype) in FORMATS.items() if read_dtype.itemsize == 1]
 NARROW = [name for name, (checkpoint, _) in FORMATS.items() if checkpoint != torch.float32]
@@ -270,3 +287,64 @@ def test_read_error_of_a_life(family, state_format, bound, device):
     relative, largest = harness.cache.read_error()[0].tolist()
     assert 0.1 * bound < relative < bound
     assert largest > 0
+
+
+# ---- bad input ------------------------------------------------------------------------------------------------------
+
+
+def test_bad_tensors(device):
+    """What an engine brings for a scaled format, and for stochastic rounding, is checked by name."""
+    spec = small_spec("mamba2", rounding="stochastic", **SMALL, **with_format("int16_int8"))
+    pool = {name: torch.zeros(2, *shape, dtype=dtype, device=device) for name, (shape, dtype) in spec.cache_tensors.items()}
+    cursors = {name: torch.zeros(2, dtype=dtype, device=device) for name, dtype in spec.cursors.items()}
+    assert ReplayCache.from_tensors(spec, [pool], cursors).cursors["seed"] is cursors["seed"]
+    bad = {
+        "scale": [pool["scale"].half(), pool["scale"][:, :1], pool["scale"].mT.contiguous().mT],
+        "state": [pool["state"].half(), pool["state"].view(torch.int8)],
+    }
+    for name, values in bad.items():
+        for value in values:
+            with pytest.raises((ValueError, TypeError), match=name):
+                ReplayCache.from_tensors(spec, [pool | {name: value}], cursors)
+    with pytest.raises(ValueError, match="scale"):
+        ReplayCache.from_tensors(spec, [{name: t for name, t in pool.items() if name != "scale"}], cursors)
+    with pytest.raises(ValueError, match="seed"):
+        ReplayCache.from_tensors(spec, [pool], {name: t for name, t in cursors.items() if name != "seed"})
+    with pytest.raises(TypeError, match="seed"):
+        ReplayCache.from_tensors(spec, [pool], cursors | {"seed": cursors["seed"].int()})
+
+
+@pytest.mark.parametrize("slots", [[], [5], [0, 0], [0.5], 1])
+def test_bad_slots_of_the_monitor(slots, device):
+    with pytest.raises((ValueError, TypeError), match="slots"):
+        allocate(device).read_error(slots)
+
+
+def test_scale_of_the_standard_kernel(device):
+    """A state of 8 bits needs one, another takes none."""
+    for state_format in ("int8", "bf16"):
+        cache = allocate(device, **with_format(state_format))
+        kernel = StandardKernel(cache.spec, device)
+        scale = None if state_format == "int8" else torch.zeros(2, 2, 32, device=device)
+        with pytest.raises(ValueError, match="scale"):
+            kernel.run(cache.layers[0]["state"], torch.zeros(1, dtype=torch.int32, device=device), scale=scale, x=torch.zeros(1, 1, 2, 32))
+
+
+@pytest.mark.parametrize("state_format", ["int8", "fp8"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_standard_kernel(family, state_format, device):
+    """Plain decode with a state of 8 bits: float32 within a launch, a row rounded when it is stored."""
+    spec = small_spec(family, **with_format(state_format))
+    generator = torch.Generator().manual_seed(135)
+    weights = make_weights(spec, generator, {"D", "dt_bias", "A_log"})
+    tokens = make_inputs(spec, 4, generator, set())
+    cache = ReplayCache.allocate(spec, num_layers=1, num_slots=3, device=device)
+    cache.load_state(0, [2], torch.randn(1, *spec.shape("H", "P", "N"), generator=generator).to(device))
+    before = cache.read_state(0, [2])[0].cpu().double()
+    slots = torch.tensor([2], dtype=torch.int32, device=device)
+    given = {k: v[None].to(device) for k, v in tokens.items()} | {k: v.to(device) for k, v in weights.items()}
+    out = StandardKernel(spec, device).run(cache.layers[0]["state"], slots, scale=cache.layers[0]["scale"], **given)
+    want, final = recurrence(spec, tokens, weights, before)
+    assert relative_error(out[0].cpu(), want) < 2e-3
+    assert relative_error(cache.read_state(0, [2])[0].cpu(), stored(spec, final)) < STATE_FLIPS[state_format]
+    assert not cache.read_state(0, [0, 1]).any()
