@@ -35,7 +35,7 @@ def run(harness, inputs, slots, **plan):
     return harness.wrapper.run(0, **inputs)
 
 
-@pytest.mark.parametrize("state_format", ["fp32", "fp32_bf16"])
+@pytest.mark.parametrize("state_format", ["fp32", "fp32_bf16", "int16_int8"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_alone_and_in_any_batch(family, state_format, device):
     slots = 40
