@@ -12,7 +12,7 @@ from harness import FORMATS, make_inputs, make_weights, recurrence, relative_err
 from replayssm_jit import ReplayCache, ReplayWrapper, interop
 
 SLOTS, INT = 5, torch.int32
-ONE_PLANE = [name for name, (checkpoint, read) in FORMATS.items() if checkpoint is read]
+ONE_PLANE = ["fp32", "bf16", "fp16"]
 
 
 class Engine:
