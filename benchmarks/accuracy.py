@@ -1,7 +1,7 @@
 """State and output errors of every checkpoint format against the float64 recurrence, over tens of thousands of tokens.
 
 One data set a family, for replay in every format and for plain decode (the standard kernel, one token a launch, its state rounded at
-each) in those of one plane: ``python benchmarks/accuracy.py --markdown docs/accuracy.md``. Runs on the CPU backend, in minutes.
+each) in those of one plane: ``python benchmarks/accuracy.py --markdown accuracy.md``. Runs on the CPU backend, in minutes.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def rows(family: str, length: int, seed: int):
 
 
 def main() -> None:
-    """Print the table, or write it."""
+    """Run, and print the table or write it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--family", choices=FAMILIES, action="append")
@@ -98,14 +98,19 @@ def main() -> None:
     parser.add_argument("--markdown", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    head = ["family", "kernel", "checkpoint/read", "state", "outputs, first / last"]
-    lines = [head, ["---"] * len(head)]
-    for family in options.family or FAMILIES:
-        for row in rows(family, options.tokens, options.seed):
-            lines.append(row)
-            print("| " + " | ".join(row) + " |", flush=True)
+    families = options.family or FAMILIES
+    found: dict[tuple[str, str], list[str]] = {}
+    for family in families:
+        for name, kind, pair, state, outputs in rows(family, options.tokens, options.seed):
+            print(f"{name}: {kind}, {pair}: {state}, {outputs}", flush=True)
+            found.setdefault((kind, pair), []).extend((state, outputs))
+    head = ["kernel", "checkpoint/read", *(cell for family in families for cell in (f"{NAMES[family]}: state", "outputs"))]
+    lines = [head, ["---"] * len(head), *([*key, *cells] for key, cells in sorted(found.items(), key=lambda item: item[0][0] != "replay"))]
+    table = "".join("| " + " | ".join(line) + " |\n" for line in lines)
     if options.markdown:
-        options.markdown.write_text("".join("| " + " | ".join(row) + " |\n" for row in lines))
+        options.markdown.write_text(table)
+    else:
+        print(table)
 
 
 if __name__ == "__main__":
