@@ -191,8 +191,8 @@ class _Source:
             if value is None:
                 continue
             dtype = getattr(torch, str(value).removeprefix("torch."), None)
-            if dtype not in specs.DTYPE_NAMES:
-                accepted = ", ".join(str(d).removeprefix("torch.") for d in specs.DTYPE_NAMES)
+            if dtype not in specs.ACTIVATIONS:
+                accepted = ", ".join(str(d).removeprefix("torch.") for d in specs.ACTIVATIONS)
                 raise ModelError(f"{self.name}: {field} must be one of {accepted}, got {value!r}")
             fields[field] = dtype
         return fields
