@@ -592,7 +592,7 @@ class Harness:
                 first = self.slots[slot].ring_start + self.slots[slot].history
                 for to, node in enumerate(kept_nodes(path, t)):
                     for name, tensor in was.items():
-                        if name != "state":
+                        if name.startswith("ring_"):
                             tensor[slot][:, (first + to) % self.spec.ring_len] = tensor[slot][:, (first + node) % self.spec.ring_len]
             assert all(same_bits(was[name], now[name]) for name in was)
 
