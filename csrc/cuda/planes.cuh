@@ -252,35 +252,33 @@ struct WholeFp32 {
   }
 };
 
-struct WholeBf16 {
-  static constexpr int VEC = 8, LOADS = 1, BYTES = 2, WORDS = 4;
-  static constexpr bool SCALED = false, COPIED = false;
-  static constexpr float LARGEST = 0.f;
-  __device__ static void load(u32 (&raw)[LOADS][WORDS], const char* at, i64) { load_vector(raw[0], at); }
-  __device__ static void decode(float (&value)[VEC], const u32 (&raw)[LOADS][WORDS], float) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) value[2 * i] = low_bf16(raw[0][i]), value[2 * i + 1] = high_bf16(raw[0][i]);
+// A pair of 16-bit numbers in a word.
+struct PairBf16 {
+  __device__ static float low(u32 pair) { return low_bf16(pair); }
+  __device__ static float high(u32 pair) { return high_bf16(pair); }
+  template <typename... Rounded>
+  __device__ static u32 pack(const Rounded&... value) {
+    return pack_bf16(value...);
   }
-  template <typename Rounding>
-  __device__ static void store(char* at, char*, i64, const float (&value)[VEC], float, const Rounding& rounding, int column) {
-    u32 raw[4], random[2];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      rounding.draw(column + 2 * i, random[0], random[1]);
-      raw[i] = pack_bf16(value[2 * i], value[2 * i + 1], rounding, random[0], random[1]);
-    }
-    store_vector(at, raw);
+};
+struct PairFp16 {
+  __device__ static float low(u32 pair) { return low_fp16(pair); }
+  __device__ static float high(u32 pair) { return high_fp16(pair); }
+  template <typename... Rounded>
+  __device__ static u32 pack(const Rounded&... value) {
+    return pack_fp16(value...);
   }
 };
 
-struct WholeFp16 {
+template <typename Pair>
+struct Whole16 {
   static constexpr int VEC = 8, LOADS = 1, BYTES = 2, WORDS = 4;
   static constexpr bool SCALED = false, COPIED = false;
   static constexpr float LARGEST = 0.f;
   __device__ static void load(u32 (&raw)[LOADS][WORDS], const char* at, i64) { load_vector(raw[0], at); }
   __device__ static void decode(float (&value)[VEC], const u32 (&raw)[LOADS][WORDS], float) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) value[2 * i] = low_fp16(raw[0][i]), value[2 * i + 1] = high_fp16(raw[0][i]);
+    for (int i = 0; i < 4; ++i) value[2 * i] = Pair::low(raw[0][i]), value[2 * i + 1] = Pair::high(raw[0][i]);
   }
   template <typename Rounding>
   __device__ static void store(char* at, char*, i64, const float (&value)[VEC], float, const Rounding& rounding, int column) {
@@ -288,11 +286,13 @@ struct WholeFp16 {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       rounding.draw(column + 2 * i, random[0], random[1]);
-      raw[i] = pack_fp16(value[2 * i], value[2 * i + 1], rounding, random[0], random[1]);
+      raw[i] = Pair::pack(value[2 * i], value[2 * i + 1], rounding, random[0], random[1]);
     }
     store_vector(at, raw);
   }
 };
+using WholeBf16 = Whole16<PairBf16>;
+using WholeFp16 = Whole16<PairFp16>;
 
 // 8-byte accesses: a lane has 8 columns of each plane, or the fold's registers would not do.
 template <typename Code>
