@@ -15,41 +15,15 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from harness import FAMILIES, make_inputs, make_weights, recurrence, relative_error, small_spec
+from test_long_run import OPTIONAL, replay, slow
 
-from replayssm_jit import ReplayCache, ReplayWrapper
+from replayssm_jit import ReplayCache
 from replayssm_jit.specs import DTYPE_NAMES, STATE_FORMATS, ReplaySpec
 from replayssm_jit.standard import StandardKernel
 
-OPTIONAL = {"D", "dt_bias", "A_log"}
+CPU = torch.device("cpu")
 NAMES = {"mamba2": "Mamba-2", "gdn": "Gated DeltaNet", "kda": "KDA"}
 PARTS = 512  # tokens at either end whose outputs are compared
-
-
-def slow(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Decays slow enough for errors to add up."""
-    slower = {"A": lambda x: x * 0.05, "A_log": lambda x: x - 3.0}
-    return {k: slower[k](v) if k in slower else v for k, v in weights.items()}
-
-
-def replay(spec: ReplaySpec, weights, tokens, state, seed: int):
-    """Decode with drafts and random acceptance; outputs of the accepted tokens and the final state."""
-    generator = torch.Generator().manual_seed(seed)
-    count = next(iter(tokens.values())).shape[0]
-    drafts = make_inputs(spec, 64, generator, OPTIONAL)
-    cache = ReplayCache.allocate(spec, num_layers=1, num_slots=1, device="cpu")
-    cache.set_weights(0, **weights)
-    cache.load_state(0, [0], state[None])
-    wrapper, slots, done, outputs = ReplayWrapper(cache), torch.zeros(1, dtype=torch.int32), 0, []
-    while done < count:
-        t = int(torch.randint(1, spec.max_tokens + 1, (), generator=generator))
-        accepted = min(int(torch.randint(0, t + 1, (), generator=generator)), count - done)
-        inputs = {k: torch.cat([v[done : done + accepted], drafts[k][: t - accepted]])[None] for k, v in tokens.items()}
-        wrapper.plan(slots, t)
-        outputs.append(wrapper.run(0, **inputs)[0, :accepted])
-        wrapper.commit(slots, t, torch.tensor([accepted], dtype=torch.int32))
-        done += accepted
-    cache.flush([0])
-    return torch.cat(outputs), cache.read_state(0, [0])[0]
 
 
 def plain(spec: ReplaySpec, weights, tokens, state):
@@ -84,7 +58,7 @@ def rows(family: str, length: int, seed: int):
         pair = DTYPE_NAMES[checkpoint] if checkpoint is read else f"{DTYPE_NAMES[checkpoint]}/{DTYPE_NAMES[read]}"
         for rounding in ("nearest", "stochastic") if checkpoint is not torch.float32 else ("nearest",):
             name = pair if rounding == "nearest" else f"{pair}, stochastic"
-            yield line("replay", name, *replay(replace(spec, rounding=rounding), weights, tokens, state, seed + 1))
+            yield line("replay", name, *replay(replace(spec, rounding=rounding), CPU, weights, tokens, state, seed + 1))
         if checkpoint is read:
             yield line("plain decode", pair, *plain(spec, weights, tokens, state))
 

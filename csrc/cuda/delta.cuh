@@ -18,11 +18,33 @@ struct Column {
   bool is_key;
 
   __device__ explicit Column(int column) : token(column < FIRST_KEY ? column : column - FIRST_KEY), is_key(column >= FIRST_KEY) {}
+  // The column itself, or instead of one of no token, which is never used, another one's.
+  __device__ Column used(const Row& row) const {
+    Column column = *this;
+    column.token = min(token, row.tokens - 1);
+    return column;
+  }
   // Row of the column in what is kept for queries of all tokens and then for keys of all tokens. Columns of no token share the last row.
   __device__ int row() const { return (is_key ? MAX_TOKENS : 0) + min(token, MAX_TOKENS - 1); }
 };
 
 using DeltaCoefficients = Coefficients<2 * MAX_TOKENS>;  // of u_j of the history
+
+// Gram matrix of all columns with some keys, 8 of them a warp: its rows are as Column::row counts. Rows of a tile are columns of the
+// product: all of them at once where they share a tile, else queries and keys in turn. `row_of` is the row of a column that is used.
+template <typename RowOf, typename Keys>
+__device__ __forceinline__ void gram_columns(float* gram, const Row& row, const RowOf& row_of, Keys keys, int count, int lane, int warp) {
+  constexpr int KINDS = SHARED_TILE ? 1 : 2;
+  for (int task = warp; task < KINDS * ((count + 7) / 8); task += WARPS) {
+    const int first = task % KINDS * FIRST_KEY, entries = task / KINDS * 8;
+    gram_tile<(TILES > 1)>([&](int i) { return row_of(Column(first + i).used(row)); }, keys.row(entries),
+                           [&](int i) {
+                             const Column column(first + i);
+                             return column.token < row.tokens ? gram + column.row() * GRAM_PITCH + entries : nullptr;
+                           },
+                           lane);
+  }
+}
 
 // Factors of one head that lie in shared memory; columns are rows as Column::row counts them.
 struct DeltaFactors {

@@ -208,10 +208,13 @@ __device__ __forceinline__ void decode_planes(u32 hi, u32 lo, float& even, float
 // Whole: one run of VEC columns of one row of the checkpoint, to floats and back. BYTES an element in LOADS planes, `plane` bytes apart; a
 // lane has WORDS of each. SCALED formats take the row's scale, or what its numbers are multiplied with to be stored; COPIED ones also
 // write the copy that steps read. `column` is where the run begins, for the random bits.
-struct WholeTwoPlanes {
-  static constexpr int VEC = 8, LOADS = 2, BYTES = 4, WORDS = 4;
+struct Unscaled {
   static constexpr bool SCALED = false, COPIED = false;
   static constexpr float LARGEST = 0.f;
+};
+
+struct WholeTwoPlanes : Unscaled {
+  static constexpr int VEC = 8, LOADS = 2, BYTES = 4, WORDS = 4;
   __device__ static void load(u32 (&raw)[LOADS][WORDS], const char* at, i64 plane) {
     load_vector(raw[0], at);
     load_vector(raw[1], at + plane);
@@ -235,10 +238,8 @@ struct WholeTwoPlanes {
   }
 };
 
-struct WholeFp32 {
+struct WholeFp32 : Unscaled {
   static constexpr int VEC = 4, LOADS = 1, BYTES = 4, WORDS = 4;
-  static constexpr bool SCALED = false, COPIED = false;
-  static constexpr float LARGEST = 0.f;
   __device__ static void load(u32 (&raw)[LOADS][WORDS], const char* at, i64) { load_vector(raw[0], at); }
   __device__ static void decode(float (&value)[VEC], const u32 (&raw)[LOADS][WORDS], float) {
 #pragma unroll
@@ -271,10 +272,8 @@ struct PairFp16 {
 };
 
 template <typename Pair>
-struct Whole16 {
+struct Whole16 : Unscaled {
   static constexpr int VEC = 8, LOADS = 1, BYTES = 2, WORDS = 4;
-  static constexpr bool SCALED = false, COPIED = false;
-  static constexpr float LARGEST = 0.f;
   __device__ static void load(u32 (&raw)[LOADS][WORDS], const char* at, i64) { load_vector(raw[0], at); }
   __device__ static void decode(float (&value)[VEC], const u32 (&raw)[LOADS][WORDS], float) {
 #pragma unroll

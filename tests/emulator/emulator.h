@@ -257,7 +257,6 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned select) {
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
-inline unsigned __umulhi(unsigned a, unsigned b) { return uint64_t(a) * b >> 32; }
 inline size_t __cvta_generic_to_shared(const void* pointer) { return static_cast<const char*>(pointer) - emulator::shared_base(); }
 inline int atomicAdd(int* at, int v) {
   const int old = *at;
