@@ -78,6 +78,9 @@ class ParamStruct:
             raise ValueError(f"parameter names must be unique, got {[f.name for f in fields]}")
         return cls(fields, name, tuple(tables))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ParamStruct, (self.fields, self.name, self.tables)  # without what is cached: a struct.Struct cannot be pickled
+
     @cached_property
     def c_source(self) -> str:
         """C definition of the struct, after those of its tables."""
