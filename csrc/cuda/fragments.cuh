@@ -181,8 +181,8 @@ struct Piece {
     const char* from = place.read() + piece * PIECE * RUN_BYTES;
 #pragma unroll
     for (int i = 0; i < PIECE; ++i) {
-      load_streaming(top[i], from + i * RUN_BYTES);
-      load_streaming(bottom[i], from + i * RUN_BYTES + 8 * READ_PITCH);
+      load_vector(top[i], from + i * RUN_BYTES);
+      load_vector(bottom[i], from + i * RUN_BYTES + 8 * READ_PITCH);
     }
     if (Whole::SCALED && piece == 0) scale_top = place.row_scale(0) * Read::UNIT, scale_bottom = place.row_scale(8) * Read::UNIT;
   }

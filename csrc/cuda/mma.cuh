@@ -83,30 +83,23 @@ __device__ __forceinline__ int opaque(int value) {
   return value;
 }
 
-// The state streams past the caches once a step: it must not push the ring out of L1.
-__device__ __forceinline__ void load_streaming(u32 (&out)[4], const void* from) {
-  asm volatile("ld.global.L1::no_allocate.v4.u32 { %0, %1, %2, %3}, [%4];"
+// A warp's load covers half a line of each of its rows, the next one the other half. L1 takes it from the same request only if the line is
+// allocated there, and L2 should fetch the whole line at once: without both, L2 serves twice the requests.
+__device__ __forceinline__ void load_vector(u32 (&out)[4], const void* from) {
+  asm volatile("ld.global.L2::128B.v4.u32 { %0, %1, %2, %3}, [%4];"
                : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
                : "l"(from)
                : "memory");
 }
-__device__ __forceinline__ void load_vector(u32 (&out)[4], const void* from) {
-  asm volatile("ld.global.v4.u32 { %0, %1, %2, %3}, [%4];" : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3]) : "l"(from) : "memory");
+__device__ __forceinline__ void load_vector(u32 (&out)[2], const void* from) {
+  asm volatile("ld.global.L2::128B.v2.u32 { %0, %1}, [%2];" : "=r"(out[0]), "=r"(out[1]) : "l"(from) : "memory");
 }
 __device__ __forceinline__ void prefetch(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
 __device__ __forceinline__ void store_vector(void* to, const u32 (&value)[4]) {
   *static_cast<uint4*>(to) = make_uint4(value[0], value[1], value[2], value[3]);
 }
 
-__device__ __forceinline__ void load_streaming(u32 (&out)[2], const void* from) {
-  asm volatile("ld.global.L1::no_allocate.v2.u32 { %0, %1}, [%2];" : "=r"(out[0]), "=r"(out[1]) : "l"(from) : "memory");
-}
-__device__ __forceinline__ void load_half_vector(u32 (&out)[2], const void* from) {
-  asm volatile("ld.global.v2.u32 { %0, %1}, [%2];" : "=r"(out[0]), "=r"(out[1]) : "l"(from) : "memory");
-}
-__device__ __forceinline__ void store_half_vector(void* to, const u32 (&value)[2]) {
-  *static_cast<uint2*>(to) = make_uint2(value[0], value[1]);
-}
+__device__ __forceinline__ void store_vector(void* to, const u32 (&value)[2]) { *static_cast<uint2*>(to) = make_uint2(value[0], value[1]); }
 
 // 16 bytes of activations to shared memory from an address of any alignment that the element type allows.
 template <typename Act>

@@ -299,7 +299,7 @@ struct WholeScaled {
   static constexpr int VEC = 8, LOADS = 1, BYTES = 1, WORDS = 2;
   static constexpr bool SCALED = true, COPIED = false;
   static constexpr float LARGEST = Code::LARGEST;
-  __device__ static void load(u32 (&raw)[LOADS][WORDS], const char* at, i64) { load_half_vector(raw[0], at); }
+  __device__ static void load(u32 (&raw)[LOADS][WORDS], const char* at, i64) { load_vector(raw[0], at); }
   __device__ static void decode(float (&value)[VEC], const u32 (&raw)[LOADS][WORDS], float scale) {
 #pragma unroll
     for (int i = 0; i < VEC; ++i) value[i] = __fmul_rn(Code::decode(raw[0][i / 4] >> i % 4 * 8 & 0xffu), scale);
@@ -308,7 +308,7 @@ struct WholeScaled {
   __device__ static void store(char* at, char*, i64, const float (&value)[VEC], float inverse, const Rounding& rounding, int column) {
     u32 raw[WORDS];
     encode_bytes<Code>(raw, value, inverse, rounding, column);
-    store_half_vector(at, raw);
+    store_vector(at, raw);
   }
 };
 
@@ -319,8 +319,8 @@ struct WholeScaledPlanes {
   static constexpr bool SCALED = true, COPIED = false;
   static constexpr float LARGEST = 32639.f;
   __device__ static void load(u32 (&raw)[LOADS][WORDS], const char* at, i64 plane) {
-    load_half_vector(raw[0], at);
-    load_half_vector(raw[1], at + plane);
+    load_vector(raw[0], at);
+    load_vector(raw[1], at + plane);
   }
   __device__ static void decode(float (&value)[VEC], const u32 (&raw)[LOADS][WORDS], float scale) {
 #pragma unroll
@@ -343,8 +343,8 @@ struct WholeScaledPlanes {
         lo[i / 4] |= (u32(q) & 0xffu) << (i + e) % 4 * 8;
       }
     }
-    store_half_vector(at, hi);
-    store_half_vector(at + plane, lo);
+    store_vector(at, hi);
+    store_vector(at + plane, lo);
   }
 };
 

@@ -356,20 +356,16 @@ inline void ptx_cp_async_wait_all() {
   for (const emulator::Copy& copy : emulator::self->copies) std::memcpy(copy.to, copy.from, 16);
   emulator::self->copies.clear();
 }
-inline void ptx_ld_global_v4_u32(uint32_t& r0, uint32_t& r1, uint32_t& r2, uint32_t& r3, const void* from) {
+inline void ptx_ld_global_L2_128B_v4_u32(uint32_t& r0, uint32_t& r1, uint32_t& r2, uint32_t& r3, const void* from) {
   if (reinterpret_cast<uintptr_t>(from) % 16) emulator::fail("misaligned address in ld.global.v4");
   const uint32_t* words = static_cast<const uint32_t*>(from);
   r0 = words[0], r1 = words[1], r2 = words[2], r3 = words[3];
 }
-inline void ptx_ld_global_L1_no_allocate_v4_u32(uint32_t& r0, uint32_t& r1, uint32_t& r2, uint32_t& r3, const void* from) {
-  ptx_ld_global_v4_u32(r0, r1, r2, r3, from);
-}
 inline void ptx_mov_b32(int&) {}
-inline void ptx_ld_global_v2_u32(uint32_t& r0, uint32_t& r1, const void* from) {
+inline void ptx_ld_global_L2_128B_v2_u32(uint32_t& r0, uint32_t& r1, const void* from) {
   if (reinterpret_cast<uintptr_t>(from) % 8) emulator::fail("misaligned vector load");
   uint32_t words[2];
   std::memcpy(words, from, 8);
   r0 = words[0], r1 = words[1];
 }
-inline void ptx_ld_global_L1_no_allocate_v2_u32(uint32_t& r0, uint32_t& r1, const void* from) { ptx_ld_global_v2_u32(r0, r1, from); }
 inline void ptx_prefetch_global_L2(const void*) {}
