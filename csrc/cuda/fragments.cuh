@@ -289,27 +289,33 @@ struct Coefficients {
   }
 };
 
-// Rows of `width` activations from global memory (any alignment that the type allows) to rows of `pitch` in shared memory, by
-// the whole block.
-template <typename From>
-__device__ __forceinline__ void stage_rows(Act* to, int pitch, int rows, int width, bool aligned, From from) {
-  constexpr int STEP = 16 / int(sizeof(Act));
-  const int per_row = width / STEP;
-  for (int i = threadIdx.x; i < rows * per_row; i += WARPS * 32) {
-    const int row = i / per_row, offset = i % per_row * STEP;
-    copy_activations(to + row * pitch + offset, from(row) + offset, aligned);
+// Rows of WIDTH activations in pieces of 16 bytes, by THREADS threads of which this is number `thread`.
+constexpr int PIECE_ELEMENTS = 16 / int(sizeof(Act)), BLOCK_THREADS = WARPS * 32;
+template <int WIDTH, int THREADS, typename Copy>
+__device__ __forceinline__ void each_piece(int rows, int thread, const Copy& copy) {
+  constexpr int PER_ROW = WIDTH / PIECE_ELEMENTS;
+  if constexpr (THREADS % PER_ROW == 0) {
+    const int offset = thread % PER_ROW * PIECE_ELEMENTS;
+#pragma unroll 1
+    for (int row = thread / PER_ROW; row < rows; row += THREADS / PER_ROW) copy(row, offset);
+  } else {
+#pragma unroll 1
+    for (int i = thread; i < rows * PER_ROW; i += THREADS) copy(i / PER_ROW, i % PER_ROW * PIECE_ELEMENTS);
   }
 }
 
+// Rows from global memory, any alignment that the type allows, to rows of `pitch` in shared memory.
+template <int WIDTH, int THREADS = BLOCK_THREADS, typename From>
+__device__ __forceinline__ void stage_rows(Act* to, int pitch, int rows, bool aligned, int thread, const From& from) {
+  each_piece<WIDTH, THREADS>(rows, thread, [&](int row, int at) { copy_activations(to + row * pitch + at, from(row) + at, aligned); });
+}
+
 // The way back: rows in shared memory to 16-byte aligned rows in global memory.
-template <typename To>
-__device__ __forceinline__ void store_rows(const Act* from, int pitch, int rows, int width, To to) {
-  constexpr int STEP = 16 / int(sizeof(Act));
-  const int per_row = width / STEP;
-  for (int i = threadIdx.x; i < rows * per_row; i += WARPS * 32) {
-    const int row = i / per_row, offset = i % per_row * STEP;
-    *reinterpret_cast<uint4*>(to(row) + offset) = *reinterpret_cast<const uint4*>(from + row * pitch + offset);
-  }
+template <int WIDTH, int THREADS = BLOCK_THREADS, typename To>
+__device__ __forceinline__ void store_rows(const Act* from, int pitch, int rows, int thread, const To& to) {
+  each_piece<WIDTH, THREADS>(rows, thread, [&](int row, int at) {
+    *reinterpret_cast<uint4*>(to(row) + at) = *reinterpret_cast<const uint4*>(from + row * pitch + at);
+  });
 }
 
 // The fold of one warp's 16 rows: S <- decay S + sum_j a_j k_j^T, with a_j k_j^T through the matrix units in three bf16 terms

@@ -82,3 +82,14 @@ __device__ __forceinline__ void clear_outputs(const Params& p, const Row& row, i
     out[token * p.out_token + head * p.out_outer + i % P] = Act{};
   }
 }
+
+// Entries of one head or group to shared memory: the history from the ring, then the new tokens.
+template <int WIDTH, int THREADS = BLOCK_THREADS>
+__device__ __forceinline__ void stage_entries(Act* to, int pitch, const Row& row, const Act* ring, const Act* fresh, i64 token_stride,
+                                              bool aligned, int thread) {
+  each_piece<WIDTH, THREADS>(row.history + row.tokens, thread, [&](int entry, int at) {
+    const bool old = entry < row.history;
+    const Act* from = old ? ring + row.place(entry) * WIDTH : fresh + (entry - row.history) * token_stride;
+    copy_activations(to + entry * pitch + at, from + at, aligned || old);
+  });
+}
