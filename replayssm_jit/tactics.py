@@ -58,8 +58,10 @@ def shared_memory(spec: ReplaySpec) -> SharedMemory:
         head = ring * value_row + coefficients + (2 * ring + 2 * tokens + length + 2) * 4
         return SharedMemory(_round_up(fixed, 16), _round_up(head, 16))
 
-    values = _round_up(max(ring * value_row, _fold_factors(length)), 4)
-    factors = (2 * tokens * tokens + 3 * tokens) * 4
+    values = _round_up(max(ring * value_row, _fold_factors(length)), 16)
+    tiles = -(-tokens // 8)
+    fresh_row = (4 if tokens <= 4 else 8 * (tiles + 1 - tiles % 2)) * 4
+    factors = _round_up(2 * tokens * fresh_row + 3 * tokens * 4, 16)
     if spec.family == "gdn":
         fixed = (tokens + _round_up(ring, 8)) * row + 2 * tokens * gram_row + (tokens + length) * 4
         head = values + 2 * coefficients + factors + (ring + length + tokens + 1) * 4

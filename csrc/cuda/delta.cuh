@@ -47,11 +47,104 @@ __device__ __forceinline__ void gram_columns(float* gram, const Row& row, const 
 }
 
 // Factors of one head that lie in shared memory; columns are rows as Column::row counts them.
-struct DeltaFactors {
-  float fresh[MAX_TOKENS][2 * MAX_TOKENS];  // [j][column]: of the step's own u_j, j <= t in y_t and j < t in u_t
-  float lead[2 * MAX_TOKENS];               // of the state's product
+constexpr int FRESH_PITCH = SHARED_TILE ? 4 : TILES % 2 ? 8 * TILES : 8 * TILES + 8;  // whole tiles of new tokens, free of bank conflicts
+struct alignas(16) DeltaFactors {
+  // [column][j], j < t in u_t and j <= t in y_t: of the step's own u_j; from `invert` on, where there are several tokens, of what u_j
+  // is solved from.
+  float fresh[2 * MAX_TOKENS][FRESH_PITCH];
+  float lead[2 * MAX_TOKENS];  // of the state's product
   float beta[MAX_TOKENS];
 };
+
+// The corrections of new tokens depend on each other, but linearly and for all rows of the state alike: from factors of u to factors of
+// r_t = v_t - S0 columns_t - sum over history, in u as in y. By one warp, column j a lane.
+__device__ __forceinline__ void invert(DeltaFactors& factors, const Row& row, int lane) {
+  if constexpr (MAX_TOKENS == 1) return;
+  float u[MAX_TOKENS], y[MAX_TOKENS];
+#pragma unroll
+  for (int t = 0; t < MAX_TOKENS; ++t) {
+    float r = lane == t ? 1.f : 0.f, sum = 0.f;
+#pragma unroll
+    for (int j = 0; j < t; ++j)
+      if (!TREE || row.sees(t, row.history + j)) r = fmaf(factors.fresh[MAX_TOKENS + t][j], u[j], r);
+    u[t] = t < row.tokens ? factors.beta[t] * r : 0.f;
+#pragma unroll
+    for (int j = 0; j <= t; ++j)
+      if (!TREE || row.sees(t, row.history + j)) sum = fmaf(factors.fresh[t][j], u[j], sum);
+    y[t] = t < row.tokens ? sum : 0.f;
+  }
+  __syncwarp();
+  if (lane < (SHARED_TILE ? 4 : 8 * TILES))
+#pragma unroll
+    for (int t = 0; t < MAX_TOKENS; ++t) factors.fresh[t][lane] = y[t], factors.fresh[MAX_TOKENS + t][lane] = u[t];
+}
+
+// What new tokens add to each other: key columns of `acc` turn from r to u, query columns take theirs.
+__device__ __forceinline__ void add_fresh(const Row& row, const DeltaFactors& factors, float (&acc)[COLUMN_TILES][4], int lane) {
+  if constexpr (MAX_TOKENS == 1) {
+    const int owner = lane & ~3 | FIRST_KEY / 2;
+    const float beta = factors.beta[0], fresh = factors.fresh[0][0];
+#pragma unroll
+    for (int i = 0; i < 4; i += 2) {
+      const float u = beta * __shfl_sync(~0u, acc[0][i], owner);
+      acc[0][i] = lane == owner ? u : fmaf(fresh, u, acc[0][i]);
+    }
+    return;
+  }
+  constexpr int QUERY_TILES = FIRST_KEY / 8;
+  const auto key = [&](int q, int e) { return Column((QUERY_TILES + q) * 8 + lane % 4 * 2 + e); };
+  float keys[TILES][4];  // as A fragments, whose neighbouring columns are the accumulator's
+#pragma unroll
+  for (int q = 0; q < TILES; ++q)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float& from = acc[QUERY_TILES + q][i % 2 * 2 + i / 2];
+      keys[q][i] = key(q, i / 2).is_key && key(q, i / 2).token < row.tokens ? from : 0.f;
+      if (key(q, i / 2).is_key) from = 0.f;
+    }
+  float sum[COLUMN_TILES][4];
+  const auto multiply = [&] {
+#pragma unroll
+    for (int q = 0; q < COLUMN_TILES; ++q) {
+      float small[4] = {};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sum[q][i] = 0.f;
+      const float* fresh = factors.fresh[Column(q * 8 + lane / 4).row()];
+#pragma unroll
+      for (int s = 0; s <= q % TILES; ++s) {
+        const float2 pair = *reinterpret_cast<const float2*>(fresh + (SHARED_TILE ? lane % 2 * 2 : s * 8 + lane % 4 * 2));
+        const float b[2] = {pair.x, pair.y};
+        mma_floats<false>(sum[q], small, keys[s], b);
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sum[q][i] += small[i];
+    }
+  };
+  multiply();
+  // What is not finite reaches all columns here. It is kept to those of tokens that see it.
+  if (__any_sync(~0u, !isfinite(sum[COLUMN_TILES - 1][0]) || !isfinite(sum[COLUMN_TILES - 1][2]))) {
+    u32 broken[2] = {};  // tokens, a row each
+#pragma unroll
+    for (int q = 0; q < TILES; ++q)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if (!isfinite(keys[q][i])) broken[i % 2] |= 1u << key(q, i / 2).token, keys[q][i] = 0.f;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) broken[i] |= __shfl_xor_sync(~0u, broken[i], 1), broken[i] |= __shfl_xor_sync(~0u, broken[i], 2);
+    multiply();
+#pragma unroll
+    for (int q = 0; q < COLUMN_TILES; ++q)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int token = min(Column(q * 8 + lane % 4 * 2 + i % 2).token, row.tokens - 1);
+        if (broken[i / 2] & (TREE ? row.path[token] : (2u << token) - 1)) sum[q][i] = __uint_as_float(0x7fc00000u);
+      }
+  }
+#pragma unroll
+  for (int q = 0; q < COLUMN_TILES; ++q)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) acc[q][i] += sum[q][i];
+}
 
 // One unit's outputs and corrections. `acc` holds the state's raw products; `values` are u of the history and then v of the new
 // tokens, 16 columns of them.
@@ -79,34 +172,7 @@ __device__ __forceinline__ void delta_unit(const Params& p, const Row& row, int 
       const Act* v = values + (row.history + min(column.token, row.tokens - 1)) * VALUE_PITCH + lane / 4;
       acc[q][e] += to_float(v[0]), acc[q][2 + e] += to_float(v[8]);
     }
-  u32 path[TREE ? TILES : 1][ELEMENTS];  // a token's query and key have one
-  if constexpr (TREE)
-#pragma unroll
-    for (int q = 0; q < TILES; ++q)
-#pragma unroll
-      for (int e = 0; e < ELEMENTS; ++e) path[q][e] = row.path[min(Column(q * 8 + lane % 4 * 2 + e).token, row.tokens - 1)];
-  // Forward substitution: each u goes from the lane that owns it to the quad, which takes its part in the columns of later tokens, of
-  // those tokens that see it.
-#pragma unroll
-  for (int source = 0; source < MAX_TOKENS; ++source) {
-    if (source >= row.tokens) break;
-    const int from = FIRST_KEY + source, tile = from / 8, element = from % 2, owner = from % 8 / 2;
-    float top = acc[tile][element] * factors.beta[source], bottom = acc[tile][2 + element] * factors.beta[source];
-    if (lane % 4 == owner) acc[tile][element] = top, acc[tile][2 + element] = bottom;
-    top = __shfl_sync(~0u, top, (lane & ~3) | owner), bottom = __shfl_sync(~0u, bottom, (lane & ~3) | owner);
-#pragma unroll
-    for (int q = 0; q < COLUMN_TILES; ++q) {
-      if (!SHARED_TILE && q % TILES * 8 + 7 < source) continue;
-#pragma unroll
-      for (int e = 0; e < ELEMENTS; ++e) {
-        const Column column(q * 8 + lane % 4 * 2 + e);
-        if (column.token < source + column.is_key || column.token >= row.tokens) continue;
-        if (TREE && !(path[TREE ? q % TILES : 0][e] >> source & 1)) continue;
-        const float w = factors.fresh[source][column.row()];
-        acc[q][e] = fmaf(w, top, acc[q][e]), acc[q][2 + e] = fmaf(w, bottom, acc[q][2 + e]);
-      }
-    }
-  }
+  add_fresh(row, factors, acc, lane);
   Act* out = static_cast<Act*>(p.out) + row.first * p.out_row + head * p.out_outer + slab * 16 + lane / 4;
   Act* ring_u = static_cast<Act*>(p.ring_u) + row.slot * p.ring_u_slot + i64(head) * RING_LEN * P + slab * 16 + lane / 4;
 #pragma unroll

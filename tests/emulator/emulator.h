@@ -243,6 +243,10 @@ T __shfl_down_sync(unsigned, T v, int by) {
   const int lane = emulator::self->lane;
   return emulator::shuffle("shfl.down", v, lane + by > 31 ? lane : lane + by);
 }
+inline int __any_sync(unsigned, int v) {
+  const emulator::Slot* slots = emulator::meet("vote.any", {{uint64_t(v != 0)}});
+  return std::any_of(slots, slots + emulator::WARP, [](const emulator::Slot& slot) { return slot.words[0] != 0; });
+}
 inline float __uint_as_float(unsigned v) { return emulator::value(v); }
 inline unsigned __float_as_uint(float v) { return emulator::bits(v); }
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned select) {
@@ -273,6 +277,7 @@ inline int atomicOr(int* at, int v) {
   *at |= v;
   return old;
 }
+using std::isfinite;
 using std::max;
 using std::min;
 
