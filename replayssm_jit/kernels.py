@@ -197,10 +197,10 @@ class StepKernel:
         ratio = self.spec.heads // self.spec.groups_
         blocks = self.spec.groups_ * ((ratio + heads - 1) // heads)
         grid = (blocks, rows, tactics.splits(self.spec, blocks * rows))
-        smem, device = tactics.smem_bytes(self.spec, heads), self._device
+        smem, threads, device = tactics.smem_bytes(self.spec, heads), tactics.warps(self.spec) * 32, self._device
 
         def launch_cuda(address: int) -> None:
-            kernel.launch(address, grid, tactics.WARPS * 32, smem, current_stream(device))
+            kernel.launch(address, grid, threads, smem, current_stream(device), True)
 
         return fields | {"heads_per_block": heads}, launch_cuda
 

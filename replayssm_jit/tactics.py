@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 WARPS = 4
 HEADS_MAX = 8
+SMEM_EVERYWHERE = 99 << 10  # bytes that a block may take on every supported device
 CURSOR_THREADS = 256
 #: Batches whose rows a commit puts in order: fewer rows run all at once anyway, more are beyond what its one block holds.
 ORDERED_ROWS = range(16, 16 * CURSOR_THREADS + 1)
@@ -20,13 +21,14 @@ ORDERED_ROWS = range(16, 16 * CURSOR_THREADS + 1)
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """Bytes of a step kernel's ``struct Shared``: what every block takes, and what it takes per head that it serves.
+    """Bytes of a step kernel's ``struct Shared``: what every block takes, what it takes per head that it serves, and per warp.
 
     The rendered source asserts that it computes the same sizes.
     """
 
     fixed: int
     per_head: int
+    per_warp: int = 0
 
 
 @cache
@@ -54,9 +56,8 @@ def shared_memory(spec: ReplaySpec) -> SharedMemory:
     terms = 3 if act == 4 else 2
     coefficients = terms * tokens * (entries // 2 + 4) * 4
     if spec.family == "mamba2":
-        fixed = (tokens + _round_up(ring, 8)) * row + tokens * gram_row
-        head = ring * value_row + coefficients + (2 * ring + 2 * tokens + length + 2) * 4
-        return SharedMemory(_round_up(fixed, 16), _round_up(head, 16))
+        own = ring * value_row + coefficients + tokens * gram_row + (2 * ring + 2 * tokens + length + 4) * 4
+        return SharedMemory((tokens + _round_up(ring, 8)) * row, 0, _round_up(own, 16))
 
     values = _round_up(max(ring * value_row, _fold_factors(length)), 16)
     tiles = -(-tokens // 8)
@@ -82,11 +83,18 @@ def _fold_factors(length: int) -> int:
 def constants(spec: ReplaySpec, kind: str) -> dict[str, int]:
     """Constants of a rendered source, ``step``, ``tree`` or ``fold``, that launch geometry must agree with."""
     if kind == "fold":
-        return {"smem": fold_smem(spec), "min_blocks": 3 if spec.buffer_len <= 32 else 2}
+        return {"smem": fold_smem(spec), "warps": WARPS, "min_blocks": 3 if spec.buffer_len <= 32 else 2}
     memory, blocks = shared_memory(spec), min_blocks(spec)
     if kind == "tree":  # paths take registers, too
         blocks = min(blocks, 3 if spec.family == "mamba2" else 4)
-    return {"smem_fixed": memory.fixed, "smem_per_head": memory.per_head, "min_blocks": blocks}
+    sizes = {"smem": smem_bytes(spec, 1), "smem_fixed": memory.fixed, "smem_per_head": memory.per_head}
+    return {**sizes, "warps": warps(spec), "min_blocks": blocks}
+
+
+def warps(spec: ReplaySpec) -> int:
+    """Warps of a step kernel's block: four, or fewer where they would need more shared memory than any device has."""
+    memory = shared_memory(spec)
+    return next((count for count in (4, 2) if memory.fixed + count * memory.per_warp <= SMEM_EVERYWHERE), 1 if memory.per_warp else 4)
 
 
 def min_blocks(spec: ReplaySpec) -> int:
@@ -95,7 +103,7 @@ def min_blocks(spec: ReplaySpec) -> int:
     if spec.family == "mamba2":
         if spec.buffer_len > 32 or spec.dtype is torch.float32:
             return 3
-        if narrow and not spec.scaled and spec.buffer_len <= 16 and spec.max_tokens <= (8 if spec.state_format == "fp32_bf16" else 2):
+        if narrow and not spec.scaled and spec.buffer_len <= 16 and spec.max_tokens <= 2:
             return 5
         return 3 if spec.max_tokens > 8 or spec.state_dim > 128 else 4
     if spec.family == "kda" and (spec.buffer_len > 32 or spec.max_tokens > 8):
@@ -106,7 +114,7 @@ def min_blocks(spec: ReplaySpec) -> int:
 def smem_bytes(spec: ReplaySpec, heads: int) -> int:
     """Dynamic shared memory of a block that serves ``heads`` heads."""
     memory = shared_memory(spec)
-    return memory.fixed + heads * memory.per_head
+    return memory.fixed + heads * memory.per_head + (warps(spec) * memory.per_warp if memory.per_warp else 0)
 
 
 def _round_up(value: int, step: int) -> int:
@@ -141,10 +149,12 @@ def heads_per_block(spec: ReplaySpec, rows: int, smem_limit: int) -> int:
     """
     if smem_bytes(spec, 1) > smem_limit:
         raise too_large(spec, smem_bytes(spec, 1), smem_limit)
-    if shared_memory(spec).per_head == 0:
+    if spec.family == "kda":
         return 1
     ratio = spec.heads // spec.groups_
     most = 1 if rows * spec.heads < 2048 else 2 if rows * spec.heads < 8192 else 4
+    if spec.family == "mamba2":
+        return min(ratio, most, warps(spec))
     heads = min(ratio, HEADS_MAX, max(most, WARPS * 16 // spec.head_dim))
     reserved = 1024  # by the system, a block
     while heads > 1 and (smem_bytes(spec, heads) + reserved) * min_blocks(spec) > smem_limit + reserved:

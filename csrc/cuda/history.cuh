@@ -11,22 +11,32 @@ struct History {
   }
 };
 
-// Sum of its log decays, by one warp; each[j] = entry j of `ring`, after[j] = the sum of the entries later than j. Sums run backwards
-// from the newest entry: differences of prefix sums would lose accuracy where gates are strong.
-__device__ __forceinline__ float sums_from_newest(const float* ring, const History& row, float* each, float* after, int lane) {
+// What a ring keeps of each entry as one float, by one warp; the newest entries come last. A load of its own, because whoever waits for it
+// at once waits for memory twice.
+constexpr int SEGMENTS = (BUFFER_LEN + 31) / 32;
+__device__ __forceinline__ void load_history(float (&value)[SEGMENTS], const float* ring, const History& row, int lane) {
+#pragma unroll
+  for (int segment = 0; segment < SEGMENTS; ++segment) {
+    const int entry = segment * 32 + lane;
+    value[segment] = entry < row.history ? ring[row.place(entry)] : 0.f;
+  }
+}
+
+// Sum of the values, by one warp; each[j] = that of entry j, after[j] = the sum of the entries later than j. Sums run backwards from the
+// newest entry: differences of prefix sums would lose accuracy where gates are strong.
+__device__ __forceinline__ float sums_from_newest(const float (&value)[SEGMENTS], const History& row, float* each, float* after, int lane) {
   float later = 0.f;
 #pragma unroll
-  for (int segment = (BUFFER_LEN + 31) / 32 - 1; segment >= 0; --segment) {
+  for (int segment = SEGMENTS - 1; segment >= 0; --segment) {
     const int entry = segment * 32 + lane;
-    const float value = entry < row.history ? ring[row.place(entry)] : 0.f;
-    float sum = value;
+    float sum = value[segment];
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
       const float other = __shfl_down_sync(~0u, sum, step);
       if (lane + step < 32) sum += other;
     }
     const float exclusive = __shfl_down_sync(~0u, sum, 1);
-    if (entry < row.history) each[entry] = value, after[entry] = (lane < 31 ? exclusive : 0.f) + later;
+    if (entry < row.history) each[entry] = value[segment], after[entry] = (lane < 31 ? exclusive : 0.f) + later;
     later += __shfl_sync(~0u, sum, 0);
   }
   return later;

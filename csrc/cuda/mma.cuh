@@ -101,6 +101,15 @@ __device__ __forceinline__ void store_vector(void* to, const u32 (&value)[4]) {
 
 __device__ __forceinline__ void store_vector(void* to, const u32 (&value)[2]) { *static_cast<uint2*>(to) = make_uint2(value[0], value[1]); }
 
+// A kernel may start while the one before it in the stream still runs, as far as it touches no memory; what follows sees all that the
+// one before has written. The next kernel may then start, too.
+__device__ __forceinline__ void wait_for_predecessor() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 // 16 bytes of activations to shared memory from an address of any alignment that the element type allows.
 template <typename Act>
 __device__ __forceinline__ void copy_activations(Act* to, const Act* from, bool aligned) {

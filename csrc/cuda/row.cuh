@@ -93,3 +93,12 @@ __device__ __forceinline__ void stage_entries(Act* to, int pitch, const Row& row
     copy_activations(to + entry * pitch + at, from + at, aligned || old);
   });
 }
+
+// Where a batch is small, one memory latency after the other is all that a step takes. Rings are then asked for before the cursors say
+// which entries they hold; with many rows that would be bytes for nothing.
+constexpr int FEW_ROWS = 16;
+template <int WIDTH>
+__device__ __forceinline__ void prefetch_ring(const Act* ring, int thread, int threads) {
+  constexpr int LINES = (RING_LEN * WIDTH * int(sizeof(Act)) + 127) / 128;
+  for (int line = thread; line < LINES; line += threads) prefetch(reinterpret_cast<const char*>(ring) + line * 128);
+}

@@ -6,10 +6,10 @@ struct Share {
   bool leads;         // writes the head's new entries to the ring
 
   __device__ Share(int heads, int warp) {
-    static_assert(WARPS == 4, "shares of other blocks");
+    static_assert(WARPS <= 4, "at most four heads");
     at = heads == 3 ? warp % 3 : warp & (heads - 1);
     const int part = heads == 1 ? warp : heads == 2 ? warp / 2 : warp != at;
-    const int parts = heads == 1 ? 4 : heads == 2 ? 2 : heads == 3 && at == 0 ? 2 : 1;
+    const int parts = heads == 1 ? WARPS : heads == 2 ? WARPS / 2 : heads == 3 && at == 0 ? 2 : 1;
     first = blockIdx.z * parts + part, stride = gridDim.z * parts;
     leads = first == 0;
   }

@@ -68,7 +68,7 @@ class CudaKernel:
             self.max_dynamic_smem = self._allow_all_smem(handle)
         finally:
             cu.cuCtxPopCurrent()
-        self._calls: dict[tuple[int, tuple[int, int, int], int, int, int], Callable[[], int]] = {}
+        self._calls: dict[tuple[int, tuple[int, int, int], int, int, int, bool], Callable[[], int]] = {}
 
     def _allow_all_smem(self, device: Any) -> int:
         """Let a launch ask for all the shared memory that a block may have; also loads the code now, not inside a capture."""
@@ -80,8 +80,19 @@ class CudaKernel:
         _checked("cuFuncSetAttribute", cu.cuFuncSetAttribute(self._function, dynamic, size))
         return size
 
-    def launch(self, buffer_address: int, grid: tuple[int, int, int] = (1, 1, 1), block: int = 1, smem: int = 0, stream: int = 0) -> None:
+    def launch(
+        self,
+        buffer_address: int,
+        grid: tuple[int, int, int] = (1, 1, 1),
+        block: int = 1,
+        smem: int = 0,
+        stream: int = 0,
+        overlap: bool = False,
+    ) -> None:
         """Enqueue the kernel with the packed parameter struct at ``buffer_address``.
+
+        With ``overlap``, on devices from sm_90 on, its blocks may start while the kernel before it in the stream still runs: for
+        kernels that wait before they touch memory (``griddepcontrol.wait``).
 
         The driver copies the struct before this returns, so the buffer may be rewritten at once. The device's primary
         context must be current in this thread, as torch leaves it.
@@ -91,22 +102,25 @@ class CudaKernel:
         DriverError
             The driver refused the launch.
         """
-        key = (buffer_address, grid, block, smem, stream)
+        key = (buffer_address, grid, block, smem, stream, overlap)
         call = self._calls.get(key)
         if call is None:
-            call = self._prepare(*key)
+            if len(self._calls) >= _MAX_CALLS:
+                self._calls = {}
+            call = self._calls[key] = self._prepare(*key)
         result = call()
         if result:
             raise DriverError(f"{self.entry.name}: launching grid={grid} block={block} smem={smem} failed: {cu.CUresult(result).name}")
 
-    def _prepare(self, buffer_address: int, grid: tuple[int, int, int], block: int, smem: int, stream: int) -> Callable[[], int]:
+    def _prepare(
+        self, buffer_address: int, grid: tuple[int, int, int], block: int, smem: int, stream: int, overlap: bool
+    ) -> Callable[[], int]:
         """A launch with all its arguments converted: converting them anew at every launch would show."""
-        config = _LaunchConfig(*grid, block, 1, 1, smem, stream, None, 0)
+        overlap = overlap and int(device_arch(self.device)[3:].rstrip("f")) >= 90
+        attributes = (ctypes.addressof(_OVERLAP), 1) if overlap else (None, 0)
+        config = _LaunchConfig(*grid, block, 1, 1, smem, stream, *attributes)
         params = (ctypes.c_void_p * 1)(buffer_address)  # the driver's array of pointers to parameters: one, to the struct
         call: Callable[[], int] = partial(_launch_function(), ctypes.byref(config), ctypes.c_void_p(int(self._function)), params, None)
-        if len(self._calls) >= _MAX_CALLS:
-            self._calls = {}
-        self._calls[buffer_address, grid, block, smem, stream] = call
         return call
 
 
@@ -119,6 +133,15 @@ class _LaunchConfig(ctypes.Structure):
         ("attributes", ctypes.c_void_p),
         ("num_attributes", ctypes.c_uint),
     )
+
+
+class _LaunchAttribute(ctypes.Structure):
+    """``CUlaunchAttribute`` whose value is a number."""
+
+    _fields_ = (("id", ctypes.c_uint), ("_pad", ctypes.c_uint), ("value", ctypes.c_int), ("_rest", ctypes.c_char * 60))
+
+
+_OVERLAP = _LaunchAttribute(id=int(cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION), value=1)
 
 
 @cache

@@ -16,7 +16,15 @@ class Kernel(Protocol):
 
     entry: Entry
 
-    def launch(self, buffer_address: int, grid: tuple[int, int, int] = ..., block: int = ..., smem: int = ..., stream: int = ...) -> None:
+    def launch(
+        self,
+        buffer_address: int,
+        grid: tuple[int, int, int] = ...,
+        block: int = ...,
+        smem: int = ...,
+        stream: int = ...,
+        overlap: bool = ...,
+    ) -> None:
         """Launch with the packed parameter struct at ``buffer_address``; the struct is read before this returns."""
 
 
@@ -32,7 +40,15 @@ class HostKernel:
         self._function.argtypes = [ctypes.c_void_p]
         self._function.restype = None
 
-    def launch(self, buffer_address: int, grid: tuple[int, int, int] = (1, 1, 1), block: int = 1, smem: int = 0, stream: int = 0) -> None:
+    def launch(
+        self,
+        buffer_address: int,
+        grid: tuple[int, int, int] = (1, 1, 1),
+        block: int = 1,
+        smem: int = 0,
+        stream: int = 0,
+        overlap: bool = False,
+    ) -> None:
         """Run the kernel with the packed parameter struct at ``buffer_address``."""
         self._function(buffer_address)
 

@@ -61,7 +61,7 @@ class EmulatedKernel:
         self.module, self.seed = module, 0
         self._function = build(translate(render.render(module)), module.name)
 
-    def launch(self, address: int, grid: tuple[int, int, int], block: int, smem: int, stream: int = 0) -> None:
+    def launch(self, address: int, grid: tuple[int, int, int], block: int, smem: int, stream: int = 0, overlap: bool = False) -> None:
         self._function(ctypes.c_void_p(address), (ctypes.c_uint * 3)(*grid), block, smem, self.seed)
 
 
