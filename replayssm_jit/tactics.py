@@ -38,7 +38,7 @@ def fold_smem(spec: ReplaySpec) -> int:
     row, value_row = spec.state_dim * act + 16, spec.head_dim * act + 16
     if spec.family == "mamba2":
         return _round_up(length * (row + value_row) + (3 * length + 1) * 4, 16)
-    factors = _fold_factors(length)
+    factors = _fold_factors(spec)
     if spec.family == "gdn":
         return _round_up(_round_up(length, 8) * row + factors + (3 * length + 1) * 4, 16)
     split_row, float_row = (spec.state_dim + 8) * 2, (spec.state_dim + 4) * 4
@@ -59,7 +59,7 @@ def shared_memory(spec: ReplaySpec) -> SharedMemory:
         own = ring * value_row + coefficients + tokens * gram_row + (2 * ring + 2 * tokens + length + 4) * 4
         return SharedMemory((tokens + _round_up(ring, 8)) * row, 0, _round_up(own, 16))
 
-    values = _round_up(max(ring * value_row, _fold_factors(length)), 16)
+    values = _round_up(max(ring * value_row, _fold_factors(spec)), 16)
     tiles = -(-tokens // 8)
     fresh_row = (4 if tokens <= 4 else 8 * (tiles + 1 - tiles % 2)) * 4
     factors = _round_up(2 * tokens * fresh_row + 3 * tokens * 4, 16)
@@ -75,9 +75,11 @@ def shared_memory(spec: ReplaySpec) -> SharedMemory:
     return SharedMemory(_round_up(_round_up(columns + (tokens + ring) * row + values + factors, 8) + rest, 16), 0)
 
 
-def _fold_factors(length: int) -> int:
-    rows = _round_up(length, 8)
-    return (rows * (_round_up(rows - 8, 16) + 8) + 3 * length) * 4
+def _fold_factors(spec: ReplaySpec) -> int:
+    stays = spec.state_dim <= 128 and spec.dtype.itemsize == 2 and spec.family == "gdn" and not spec.scaled
+    block = 16 if stays and spec.buffer_len > 16 else _round_up(spec.buffer_len, 8)
+    blocks = -(-spec.buffer_len // block)
+    return (blocks * block * (_round_up(block - 8, 16) + 8 + 3) + blocks) * 4
 
 
 def constants(spec: ReplaySpec, kind: str) -> dict[str, int]:

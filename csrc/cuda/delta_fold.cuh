@@ -1,129 +1,193 @@
-// The exact fold of the delta rule: what Gated DeltaNet and KDA share of it.
+// The exact fold of the delta rule: what Gated DeltaNet and KDA share of it. DECAY_VECTOR: every key channel has a decay of its own.
 
-// Factors of one head's fold, for the entries of the history.
-constexpr int FOLD_TILES = (BUFFER_LEN + 7) / 8;
-constexpr int SOLVE_PITCH = FOLD_TILES * 8 + (FOLD_TILES % 2 ? 0 : 8);  // an odd number of tiles: rows of a fragment use different banks
+// Where a unit fits in the registers it stays there, and the history is folded a block of entries at a time: each by an exact fold of its
+// own, from the state that the block before has left. Elsewhere the history is one block, and the unit is loaded twice.
+constexpr bool FOLD_STAYS = N <= 128 && sizeof(Act) == 2 && !DECAY_VECTOR && !Whole::SCALED;
+constexpr int FOLD_BLOCK = FOLD_STAYS && BUFFER_LEN > 16 ? 16 : (BUFFER_LEN + 7) / 8 * 8;
+constexpr int FOLD_BLOCKS = (BUFFER_LEN + FOLD_BLOCK - 1) / FOLD_BLOCK;
+constexpr int FOLD_TILES = FOLD_BLOCK / 8;
+constexpr int SOLVE_PITCH = FOLD_BLOCK + (FOLD_TILES % 2 ? 0 : 8);  // an odd number of tiles: rows of a fragment use different banks
+
+// Factors of one head's fold; those of entries past the history are zero.
 struct FoldFactors {
-  float solve[FOLD_TILES * 8][SOLVE_PITCH];  // [j][i]: first of u_i in what is subtracted in u_j; then of v_i - S k_i in u_j
-  float lead[BUFFER_LEN];                    // of the state's product with k_j, negative
-  float beta[BUFFER_LEN];
-  float last[BUFFER_LEN];  // of u_j in the folded state
+  float solve[FOLD_BLOCKS][FOLD_BLOCK][SOLVE_PITCH];  // [j][i]: first of u_i in what is subtracted in u_j; then of v_i - S k_i in u_j
+  float lead[FOLD_BLOCKS * FOLD_BLOCK];               // of the product of the state before the block with k_j, negative
+  float last[FOLD_BLOCKS * FOLD_BLOCK];               // of u_j in the state after the block
+  float beta[FOLD_BLOCKS * FOLD_BLOCK];
+  float decay[FOLD_BLOCKS];  // of the state over the block, where channels share it
 };
 
-// From the decayed products of keys, solve[j][i] of u_i in u_j for i < j, to what solves for u: u_j = sum over i <= j of solve[j][i]
-// (v_i - S k_i), row by row and in place, a column a lane. By one warp. What lies outside the triangle becomes zero, because all of it
-// is multiplied.
-__device__ __forceinline__ void invert(FoldFactors& fold, int history, int lane) {
-  constexpr int COLUMNS = (BUFFER_LEN + 31) / 32, ROWS = FOLD_TILES * 8;
-  for (int j = 0; j < round_up(history, 8); ++j) {
-    float value[COLUMNS];
+// From the decayed products of a block's keys, solve[j][i] of u_i in u_j for i < j, to what solves for u: u_j = sum over i <= j of
+// solve[j][i] (v_i - S k_i), in place, a column a lane, some rows at a time. By one warp. What lies outside the triangle becomes zero,
+// because all of it is multiplied.
+__device__ __forceinline__ void invert(FoldFactors& fold, int block, int count, int lane) {
+  constexpr int COLUMNS = (FOLD_BLOCK + 31) / 32, ROWS = 8;
+  auto& solve = fold.solve[block];
+  const float* beta = fold.beta + block * FOLD_BLOCK;
+#pragma unroll 1
+  for (int first = 0; first < FOLD_BLOCK; first += ROWS) {
+    float value[COLUMNS][ROWS];
 #pragma unroll
     for (int c = 0; c < COLUMNS; ++c) {
-      const int i = c * 32 + lane;
-      float subtracted = 0.f;
-      if (i < ROWS && j < history)
+      const int i = min(c * 32 + lane, FOLD_BLOCK - 1);
+#pragma unroll
+      for (int e = 0; e < ROWS; ++e) value[c][e] = i == first + e ? 1.f : 0.f;
 #pragma unroll 4
-        for (int m = 0; m < j; ++m) subtracted = fmaf(fold.solve[j][m], fold.solve[m][i], subtracted);
-      value[c] = i > j || j >= history ? 0.f : fold.beta[j] * (i == j ? 1.f : -subtracted);
+      for (int m = 0; m < first; ++m)
+#pragma unroll
+        for (int e = 0; e < ROWS; ++e) value[c][e] = fmaf(-solve[first + e][m], solve[m][i], value[c][e]);
+#pragma unroll
+      for (int e = 0; e < ROWS; ++e) {
+#pragma unroll
+        for (int m = 0; m < e; ++m) value[c][e] = fmaf(-solve[first + e][first + m], value[c][m], value[c][e]);
+        value[c][e] = first + e < count ? value[c][e] * beta[first + e] : 0.f;
+      }
     }
     __syncwarp();
 #pragma unroll
     for (int c = 0; c < COLUMNS; ++c)
-      if (c * 32 + lane < ROWS) fold.solve[j][c * 32 + lane] = value[c];
-    __syncwarp();
+#pragma unroll
+      for (int e = 0; e < ROWS; ++e)
+        if (c * 32 + lane < FOLD_BLOCK) solve[first + e][c * 32 + lane] = value[c][e];
   }
 }
 
+// Some runs of a lane's two rows in registers, which a fold may leave there.
+template <int RUNS>
+struct KeptRuns {
+  float value[RUNS][2][Whole::VEC];
+  int first;
+
+  __device__ void load(const Place& from, int run) {
+    first = run;
+    WholeRuns<RUNS> whole;
+    whole.load(from, run);
+#pragma unroll
+    for (int i = 0; i < RUNS; ++i) whole.decode(value[i][0], i, 0), whole.decode(value[i][1], i, 1);
+  }
+  __device__ void store(int run, int half, const float (&changed)[Whole::VEC]) {
+#pragma unroll
+    for (int e = 0; e < Whole::VEC; ++e) value[run - first][half][e] = changed[e];
+  }
+};
+
+// Where a block leaves its unit: in the registers; the last one also stores it.
+template <int RUNS, typename To>
+struct Changed {
+  KeptRuns<RUNS>& kept;
+  To& to;
+  bool last;
+
+  __device__ void store(int run, int half, const float (&value)[Whole::VEC]) {
+    kept.store(run, half, value);
+    if (last) to.store(run, half, value);
+  }
+};
+
 // One unit's exact fold: the corrections of the history again, from raw v and the full-precision state, then the fold with them.
-// Where a unit fits in the registers, they keep it from the product to the fold. `product_keys` are the columns that the state is
-// multiplied with, `fold_keys` those that are added to it; `ring_v` is the head's. An empty history decodes the state.
+// `product_keys` are the columns that the state is multiplied with, `fold_keys` those that are added to it; `ring_v` is the head's, and
+// `decay(block, channel)` the state's. An empty history decodes the state.
 template <typename To, typename ProductKeys, typename FoldKeys, typename Decay>
 __device__ __forceinline__ void exact_fold(const History& row, const Act* ring_v, int slab, const Place& from, To to,
                                            const FoldFactors& factors, ProductKeys product_keys, FoldKeys fold_keys, const Decay& decay,
                                            int lane) {
   lane = opaque(lane);
-  constexpr bool FITS = N <= 128 && BUFFER_LEN <= 16 && ProductKeys::EXACT && !Whole::SCALED;
-  constexpr int VEC = Whole::VEC, KEPT = FITS ? WHOLE_RUNS : FOLD_BATCH;
+  constexpr int VEC = Whole::VEC, KEPT = FOLD_STAYS ? WHOLE_RUNS : FOLD_BATCH, STEPS = (FOLD_BLOCK + 15) / 16;
   ring_v += slab * 16 + lane / 4;
-  const int newest = max(row.history - 1, 0);
-  float value[KEPT][2][VEC];
-  auto load = [&](int first) {
-    WholeRuns<KEPT> whole;
-    whole.load(from, first);
-#pragma unroll
-    for (int i = 0; i < KEPT; ++i) whole.decode(value[i][0], i, 0), whole.decode(value[i][1], i, 1);
-  };
-  float product[FOLD_TILES][4] = {}, rest[FOLD_TILES][4] = {};  // sums of the upper and of the small products: they truncate
+  KeptRuns<KEPT> kept;
+  u32 scaled[STEPS][3][4];  // u of a block, times what it has in the state after it
+
+  auto correct = [&](int block) {
+    const int begin = block * FOLD_BLOCK, count = row.history - begin;
+    float product[FOLD_TILES][4] = {}, rest[FOLD_TILES][4] = {};  // sums of the upper and of the small products: they truncate
 #pragma unroll 1
-  for (int first = 0; first < WHOLE_RUNS; first += KEPT) {
-    load(first);
-    constexpr int TOGETHER = ProductKeys::EXACT ? FOLD_TILES : FOLD_TILES < 2 ? 1 : 2;  // tiles of keys that share a split of the state
+    for (int first = 0; first < WHOLE_RUNS; first += KEPT) {
+      if (!FOLD_STAYS) kept.load(from, first);
+      constexpr int TOGETHER = ProductKeys::EXACT ? FOLD_TILES : FOLD_TILES < 2 ? 1 : 2;  // tiles of keys that share a split of the state
 #pragma unroll
-    for (int group = 0; group < FOLD_TILES; group += TOGETHER) {
-      if (group * 8 >= row.history) break;
+      for (int group = 0; group < FOLD_TILES; group += TOGETHER) {
+        if (group * 8 >= count) break;
 #pragma unroll
-      for (int i = 0; i < KEPT; ++i) {
-        float key[TOGETHER][VEC];
+        for (int i = 0; i < KEPT; ++i) {
+          float key[TOGETHER][VEC];
 #pragma unroll
-        for (int q = 0; q < TOGETHER; ++q)
-          product_keys.row(min((group + q) * 8 + lane / 4, row.history - 1)).floats(key[q], ((first + i) * 4 + lane % 4) * VEC);
+          for (int q = 0; q < TOGETHER; ++q)
+            product_keys.row(begin + min((group + q) * 8 + lane / 4, count - 1)).floats(key[q], ((first + i) * 4 + lane % 4) * VEC);
 #pragma unroll
-        for (int s = 0; s < VEC / 2; ++s) {
-          const float a[4] = {value[i][0][2 * s], value[i][1][2 * s], value[i][0][2 * s + 1], value[i][1][2 * s + 1]};
+          for (int s = 0; s < VEC / 2; ++s) {
+            const float a[4] = {kept.value[i][0][2 * s], kept.value[i][1][2 * s], kept.value[i][0][2 * s + 1], kept.value[i][1][2 * s + 1]};
 #pragma unroll
-          for (int q = 0; q < TOGETHER && group + q < FOLD_TILES; ++q) {
-            const float b[2] = {key[q][2 * s], key[q][2 * s + 1]};
-            mma_floats<ProductKeys::EXACT>(product[group + q], rest[group + q], a, b);
+            for (int q = 0; q < TOGETHER && group + q < FOLD_TILES; ++q) {
+              const float b[2] = {key[q][2 * s], key[q][2 * s + 1]};
+              mma_floats<ProductKeys::EXACT>(product[group + q], rest[group + q], a, b);
+            }
           }
         }
       }
     }
-  }
+    Act v[FOLD_TILES][4];
 #pragma unroll
-  for (int q = 0; q < FOLD_TILES; ++q)
+    for (int q = 0; q < FOLD_TILES; ++q)
 #pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      const int entry = q * 8 + lane % 4 * 2 + e;
-      const Act* v = ring_v + row.place(min(entry, newest)) * P;
-      const float lead = factors.lead[min(entry, newest)];
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float difference = fmaf(lead, product[q][2 * i + e] + rest[q][2 * i + e], to_float(v[8 * i]));
-        product[q][2 * i + e] = entry < row.history ? difference : 0.f;
+      for (int e = 0; e < 2; ++e) {
+        const Act* at = ring_v + row.place(begin + max(min(q * 8 + lane % 4 * 2 + e, count - 1), 0)) * P;
+        v[q][e] = at[0], v[q][2 + e] = at[8];
       }
+#pragma unroll
+    for (int q = 0; q < FOLD_TILES; ++q) {
+      const float2 lead = *reinterpret_cast<const float2*>(factors.lead + begin + q * 8 + lane % 4 * 2);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) product[q][i] = fmaf(i % 2 ? lead.y : lead.x, product[q][i] + rest[q][i], to_float(v[q][i]));
     }
 
-  u32 scaled[FOLD_STEPS][3][4];
 #pragma unroll
-  for (int q = 0; q < 2 * FOLD_STEPS; ++q) {
-    float u[4] = {}, small[4] = {};
-    if (q < FOLD_TILES && q * 8 < row.history)
+    for (int q = 0; q < 2 * STEPS; ++q) {
+      float u[4] = {}, small[4] = {};
+      float2 last = {0.f, 0.f};
+      if (q < FOLD_TILES && q * 8 < count) {
 #pragma unroll
-      for (int s = 0; s <= q && s < FOLD_TILES; ++s) {
-        const float a[4] = {product[s][0], product[s][2], product[s][1], product[s][3]};
-        const float2 pair = *reinterpret_cast<const float2*>(&factors.solve[q * 8 + lane / 4][s * 8 + lane % 4 * 2]);
-        const float b[2] = {pair.x, pair.y};
-        mma_floats<false>(u, small, a, b);
+        for (int s = 0; s <= q && s < FOLD_TILES; ++s) {
+          const float a[4] = {product[s][0], product[s][2], product[s][1], product[s][3]};
+          const float2 pair = *reinterpret_cast<const float2*>(&factors.solve[block][q * 8 + lane / 4][s * 8 + lane % 4 * 2]);
+          const float b[2] = {pair.x, pair.y};
+          mma_floats<false>(u, small, a, b);
+        }
+        last = *reinterpret_cast<const float2*>(factors.last + begin + q * 8 + lane % 4 * 2);
       }
-    float last[2];
 #pragma unroll
-    for (int e = 0; e < 2; ++e) last[e] = factors.last[min(q * 8 + lane % 4 * 2 + e, newest)];
+      for (int i = 0; i < 2; ++i) {
+        u32 terms[3];
+        split((u[2 * i] + small[2 * i]) * last.x, (u[2 * i + 1] + small[2 * i + 1]) * last.y, terms);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      u32 terms[3];
-      split((u[2 * i] + small[2 * i]) * last[0], (u[2 * i + 1] + small[2 * i + 1]) * last[1], terms);
-#pragma unroll
-      for (int n = 0; n < 3; ++n) scaled[q / 2][n][q % 2 * 2 + i] = terms[n];
+        for (int n = 0; n < 3; ++n) scaled[q / 2][n][q % 2 * 2 + i] = terms[n];
+      }
     }
-  }
-  fold<KEPT>(to, [&](int first) {
-    if (KEPT < WHOLE_RUNS) load(first);
+  };
+  auto add = [&](int block, bool last) {
+    Changed<KEPT, To> changed{kept, to, last};
     fold_runs<KEPT>(
-        to, first,
-        [&](float (&out)[VEC], int i, int row) {
+        changed, kept.first,
+        [&](float (&out)[VEC], int i, int half) {
 #pragma unroll
-          for (int e = 0; e < VEC; ++e) out[e] = value[i][row][e];
+          for (int e = 0; e < VEC; ++e) out[e] = kept.value[i][half][e];
         },
-        decay, scaled, fold_keys, row.history, lane);
-  });
+        [&](int channel) { return decay(block, channel); }, scaled, fold_keys.row(block * FOLD_BLOCK), row.history - block * FOLD_BLOCK,
+        lane);
+  };
+
+  if constexpr (FOLD_STAYS) {
+    kept.load(from, 0);
+    const int blocks = FOLD_BLOCKS > 1 ? max((row.history + FOLD_BLOCK - 1) / FOLD_BLOCK, 1) : 1;
+#pragma unroll 1
+    for (int block = 0; block < blocks; ++block) {
+      correct(block);
+      fold<KEPT>(to, [&](int) { add(block, block == blocks - 1); });
+    }
+  } else {
+    correct(0);
+    fold<KEPT>(to, [&](int first) {
+      kept.load(from, first);
+      add(0, true);
+    });
+  }
 }

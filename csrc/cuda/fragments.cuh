@@ -389,18 +389,18 @@ __device__ __forceinline__ void fold(To& to, const FoldSome& fold_some) {
   to.finish();
 }
 
-// Fold some runs, whose present values `decode(out, i, row)` gives. `factors` holds a_j as A fragments of FOLD_STEPS steps of 16
+// Fold some runs, whose present values `decode(out, i, row)` gives. `factors` holds a_j as A fragments of some steps of 16
 // entries, zero from `history` on. `decay(column)` is a factor of a column of the state.
-template <int RUNS, typename To, typename Decode, typename Decay, typename Keys>
-__device__ __forceinline__ void fold_runs(To& to, int first, const Decode& decode, const Decay& decay,
-                                          const u32 (&factors)[FOLD_STEPS][3][4], Keys keys, int history, int lane) {
+template <int RUNS, int STEPS, typename To, typename Decode, typename Decay, typename Keys>
+__device__ __forceinline__ void fold_runs(To& to, int first, const Decode& decode, const Decay& decay, const u32 (&factors)[STEPS][3][4],
+                                          Keys keys, int history, int lane) {
   constexpr int VEC = Whole::VEC;
   const u32 select = lane / 4 & 1 ? 0x7632 : 0x5410;
 #pragma unroll
   for (int i = 0; i < RUNS; ++i) {
     float delta[VEC / 2][4] = {};
 #pragma unroll
-    for (int s = 0; s < FOLD_STEPS; ++s) {
+    for (int s = 0; s < STEPS; ++s) {
       if (16 * s >= history) break;
       Run<VEC, Keys::TERMS> key[4];
 #pragma unroll

@@ -1,38 +1,43 @@
 // Gated DeltaNet: the factors of a fold.
 
-// Factors of the folds of a block's heads, by the whole block, from keys, their norms and every head's gates and sums in shared memory;
-// `ring_beta` is the first head's. Decays between two entries are summed entry by entry.
+// Factors of the folds of a block's heads, by the whole block, from keys, their norms and every head's gates in shared memory; `ring_beta`
+// is the first head's. A warp makes those of one head and some entries at a time. Decays between two entries are summed entry by entry.
 template <typename Shared>
 __device__ __forceinline__ void make_fold_factors(const History& row, const float* ring_beta, int heads, Shared& shared, int lane,
                                                   int warp) {
-  const int h = row.history, tiles = (h + 7) / 8, wide_tiles = (h + 15) / 16;
-  for (int task = warp; task < heads * tiles * wide_tiles; task += WARPS) {
-    FoldFactors& fold = shared.heads[task / (tiles * wide_tiles)].fold;
-    const int sources = task % tiles * 8, targets = task / tiles % wide_tiles * 16;
-    if (sources > targets + 15) continue;
-    gram_tile<true>([&](int i) { return ActRows{shared.keys}.row(min(targets + i, h - 1)); }, ActRows{shared.keys}.row(sources),
-                    [&](int i) { return targets + i < h ? fold.solve[targets + i] + sources : nullptr; }, lane);
-  }
-  for (int i = threadIdx.x; i < heads * h; i += WARPS * 32) {
-    const int at = i / h, j = i % h;
-    auto& head = shared.heads[at];
-    float sum = 0.f;
-    for (int m = 0; m <= j; ++m) sum += head.gate[m];
-    head.fold.lead[j] = -expf(sum) * shared.key_norm[j];
-    head.fold.last[j] = expf(head.back[j]) * shared.key_norm[j];
-    head.fold.beta[j] = ring_beta[at * RING_LEN + row.place(j)];
-  }
-  __syncthreads();
-  for (int i = threadIdx.x; i < heads * h; i += WARPS * 32) {
-    auto& head = shared.heads[i / h];
-    const int source = i % h;
-    float sum = 0.f;
-    for (int target = source + 1; target < h; ++target) {
-      sum += head.gate[target];
-      head.fold.solve[target][source] *= expf(sum) * shared.key_norm[source] * shared.key_norm[target];
+  const int blocks = max((row.history + FOLD_BLOCK - 1) / FOLD_BLOCK, 1);  // an empty history has a decay, too
+#pragma unroll 1
+  for (int task = warp; task < heads * blocks; task += WARPS) {
+    const int at = task / blocks, block = task % blocks, begin = block * FOLD_BLOCK, count = min(row.history - begin, FOLD_BLOCK);
+    const ActRows keys = ActRows{shared.keys}.row(begin);
+    const float *gate = shared.heads[at].gate + begin, *norm = shared.key_norm + begin;
+    FoldFactors& fold = shared.heads[at].fold;
+    auto& solve = fold.solve[block];
+#pragma unroll 1
+    for (int targets = 0; targets < count; targets += 16)
+#pragma unroll 1
+      for (int sources = 0; sources < min(targets + 16, count); sources += 8)
+        gram_tile<true>([&](int i) { return keys.row(min(targets + i, count - 1)); }, keys.row(sources),
+                        [&](int i) { return targets + i < count ? solve[targets + i] + sources : nullptr; }, lane);
+    for (int j = lane; j < FOLD_BLOCK; j += 32) {
+      float until = 0.f, after = 0.f;
+      for (int m = 0; m < count; ++m) (m <= j ? until : after) += gate[m];
+      const bool used = j < count;
+      fold.lead[begin + j] = used ? -expf(until) * norm[j] : 0.f;
+      fold.last[begin + j] = used ? expf(after) * norm[j] : 0.f;
+      fold.beta[begin + j] = used ? ring_beta[at * RING_LEN + row.place(begin + j)] : 0.f;
+      if (j == 0) fold.decay[block] = expf(until + after);
     }
+    __syncwarp();
+    for (int source = lane; source < count; source += 32) {
+      float sum = 0.f;
+      for (int target = source + 1; target < count; ++target) {
+        sum += gate[target];
+        solve[target][source] *= expf(sum) * norm[source] * norm[target];
+      }
+    }
+    __syncwarp();
+    invert(fold, block, count, lane);
   }
-  __syncthreads();
-  for (int at = warp; at < heads; at += WARPS) invert(shared.heads[at].fold, h, lane);
   __syncthreads();
 }

@@ -94,9 +94,10 @@ __device__ __forceinline__ void make_fold_factors(const History& row, const floa
     }
   }
   FoldFactors& fold = shared.fold;
-  for (int j = threadIdx.x; j < row.history; j += WARPS * 32) {
-    fold.lead[j] = -shared.key_norm[j], fold.last[j] = shared.key_norm[j];
-    fold.beta[j] = ring_beta[row.place(j)];
+  for (int j = threadIdx.x; j < FOLD_BLOCK; j += WARPS * 32) {
+    const bool used = j < row.history;
+    fold.lead[j] = used ? -shared.key_norm[j] : 0.f, fold.last[j] = used ? shared.key_norm[j] : 0.f;
+    fold.beta[j] = used ? ring_beta[row.place(j)] : 0.f;
   }
   // Pairs: a warp takes some sources through the targets after them, so that they share the targets' decays. Their products keep the
   // accuracy of the recurrence, which multiplies by the same.
@@ -124,11 +125,11 @@ __device__ __forceinline__ void make_fold_factors(const History& row, const floa
 #pragma unroll
         for (int n = 0; n < CHANNELS; ++n) weight[s][n] *= decay[n], dot = fmaf(weight[s][n], key[n], dot);
         dot = warp_sum(dot);
-        if (lane == 0) fold.solve[target][source] = dot;
+        if (lane == 0) fold.solve[0][target][source] = dot;
       }
     }
   }
   __syncthreads();
-  if (warp == 0) invert(fold, row.history, lane);
+  if (warp == 0) invert(fold, 0, row.history, lane);
   __syncthreads();
 }

@@ -190,15 +190,15 @@ __device__ __forceinline__ void encode_bytes(u32 (&raw)[VEC / 4], const float (&
 // ---- the whole ------------------------------------------------------------------------------------------------------
 
 // Two planes: bits(fp32) = (hi << 16) + lo, hi rounded to nearest with ties away from zero, lo signed: its pattern is the low half
-// of the fp32's own. A NaN becomes hi = 0x7fc0 | sign, lo = 0, because rounding the GPU's own NaN (0x7fffffff) up would wrap to -0.
+// of the fp32's own.
 __device__ __forceinline__ void encode_planes(float even, float odd, u32& hi, u32& lo) {
   const u32 a = __float_as_uint(even), b = __float_as_uint(odd);
   hi = __byte_perm(a + 0x8000u, b + 0x8000u, 0x7632);
   lo = __byte_perm(a, b, 0x5410);
 }
-__device__ __forceinline__ void encode_nan(float even, float odd, u32& hi, u32& lo) {
-  if (even != even) hi = (hi & 0xffff0000u) | 0x7fc0u | (__float_as_uint(even) >> 16 & 0x8000u), lo &= 0xffff0000u;
-  if (odd != odd) hi = (hi & 0xffffu) | 0x7fc00000u | (__float_as_uint(odd) & 0x80000000u), lo &= 0xffffu;
+// A NaN is stored as hi = 0x7fc0 | sign, lo = 0, because rounding the GPU's own (0x7fffffff) up would wrap to -0.
+__device__ __forceinline__ float quiet(float value) {
+  return value == value ? value : __uint_as_float((__float_as_uint(value) & 0x80000000u) | 0x7fc00000u);
 }
 __device__ __forceinline__ void decode_planes(u32 hi, u32 lo, float& even, float& odd) {
   even = __uint_as_float((hi << 16) + u32(int(lo << 16) >> 16));
@@ -224,15 +224,15 @@ struct WholeTwoPlanes : Unscaled {
     for (int i = 0; i < 4; ++i) decode_planes(raw[0][i], raw[1][i], value[2 * i], value[2 * i + 1]);
   }
   __device__ static void store(char* at, char*, i64 plane, const float (&value)[VEC], float, const Nearest&, int) {
+    float any = 0.f, number[VEC];  // any: NaN if one of them is, or by overflow
+#pragma unroll
+    for (int i = 0; i < VEC; i += 2) any = fmaf(value[i], value[i + 1], any), number[i] = value[i], number[i + 1] = value[i + 1];
+    if (any != any)
+#pragma unroll
+      for (int i = 0; i < VEC; ++i) number[i] = quiet(value[i]);
     u32 hi[4], lo[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) encode_planes(value[2 * i], value[2 * i + 1], hi[i], lo[i]);
-    bool nan = false;
-#pragma unroll
-    for (int i = 0; i < VEC; ++i) nan |= value[i] != value[i];
-    if (nan)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) encode_nan(value[2 * i], value[2 * i + 1], hi[i], lo[i]);
+    for (int i = 0; i < 4; ++i) encode_planes(number[2 * i], number[2 * i + 1], hi[i], lo[i]);
     store_vector(at, hi);
     store_vector(at + plane, lo);
   }
