@@ -99,6 +99,14 @@ __device__ __forceinline__ void exact_fold(const History& row, const Act* ring_v
 
   auto correct = [&](int block) {
     const int begin = block * FOLD_BLOCK, count = row.history - begin;
+    Act v[FOLD_TILES][4];
+#pragma unroll
+    for (int q = 0; q < FOLD_TILES; ++q)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const Act* at = ring_v + row.place(begin + max(min(q * 8 + lane % 4 * 2 + e, count - 1), 0)) * P;
+        v[q][e] = at[0], v[q][2 + e] = at[8];
+      }
     float product[FOLD_TILES][4] = {}, rest[FOLD_TILES][4] = {};  // sums of the upper and of the small products: they truncate
 #pragma unroll 1
     for (int first = 0; first < WHOLE_RUNS; first += KEPT) {
@@ -109,10 +117,11 @@ __device__ __forceinline__ void exact_fold(const History& row, const Act* ring_v
         if (group * 8 >= count) break;
 #pragma unroll
         for (int i = 0; i < KEPT; ++i) {
+          __syncwarp();  // keys of a run stay behind the products of the one before, and out of the registers
           float key[TOGETHER][VEC];
 #pragma unroll
           for (int q = 0; q < TOGETHER; ++q)
-            product_keys.row(begin + min((group + q) * 8 + lane / 4, count - 1)).floats(key[q], ((first + i) * 4 + lane % 4) * VEC);
+            product_columns(key[q], product_keys, begin + (group + q) * 8, row.history - 1, first + i, lane);
 #pragma unroll
           for (int s = 0; s < VEC / 2; ++s) {
             const float a[4] = {kept.value[i][0][2 * s], kept.value[i][1][2 * s], kept.value[i][0][2 * s + 1], kept.value[i][1][2 * s + 1]};
@@ -125,14 +134,6 @@ __device__ __forceinline__ void exact_fold(const History& row, const Act* ring_v
         }
       }
     }
-    Act v[FOLD_TILES][4];
-#pragma unroll
-    for (int q = 0; q < FOLD_TILES; ++q)
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const Act* at = ring_v + row.place(begin + max(min(q * 8 + lane % 4 * 2 + e, count - 1), 0)) * P;
-        v[q][e] = at[0], v[q][2 + e] = at[8];
-      }
 #pragma unroll
     for (int q = 0; q < FOLD_TILES; ++q) {
       const float2 lead = *reinterpret_cast<const float2*>(factors.lead + begin + q * 8 + lane % 4 * 2);

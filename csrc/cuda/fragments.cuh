@@ -377,6 +377,75 @@ struct InPlace {
   }
 };
 
+// Columns of a run of each lane in a row of keys, rows lane / 4 from `first` to at most `newest`: the B operand of a product with the state.
+template <int VEC, typename Keys>
+__device__ __forceinline__ void product_columns(float (&key)[VEC], Keys keys, int first, int newest, int run, int lane) {
+  keys.row(min(first + lane / 4, newest)).floats(key, (run * 4 + lane % 4) * VEC);
+}
+// Keys of 16 entries from `first` to at most `newest` as B fragments of what is added to a run of each lane: two columns of it each.
+template <int PAIRS, int TERMS, typename Keys>
+__device__ __forceinline__ void fold_columns(u32 (&b)[PAIRS][TERMS][2], Keys keys, int first, int newest, int run, int lane) {
+  const u32 select = lane / 4 & 1 ? 0x7632 : 0x5410;
+  Run<2 * PAIRS, TERMS> key[4];
+#pragma unroll
+  for (int e = 0; e < 4; ++e)
+    keys.row(min(first + 2 * (lane % 4) + e / 2 * 8 + e % 2, newest)).load(key[e], (run * 4 + lane / 8) * 2 * PAIRS);
+#pragma unroll
+  for (int q = 0; q < PAIRS; ++q)
+#pragma unroll
+    for (int n = 0; n < TERMS; ++n)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) b[q][n][half] = __byte_perm(key[2 * half].pair[n][q], key[2 * half + 1].pair[n][q], select);
+}
+
+// Rows of 16-bit activations whose columns were put in another order, such that matrix loads find both operands: of every 4 * VEC columns
+// each lane's first two, each lane's next two, and so on.
+struct TurnedRows {
+  static constexpr int TERMS = ACT_TERMS;
+  static constexpr bool EXACT = true;
+  static constexpr int WORDS = Whole::VEC / 2;  // of a lane's run
+  const Act* at;
+
+  __device__ TurnedRows row(int index) const { return {at + index * PITCH}; }
+
+  // By the whole block; barriers before and after.
+  __device__ static void turn(Act* rows, int count) {
+    for (int i = threadIdx.x; i < count * (N / (4 * Whole::VEC)); i += WARPS * 32) {
+      u32* at = reinterpret_cast<u32*>(rows + i / (N / (4 * Whole::VEC)) * PITCH) + i % (N / (4 * Whole::VEC)) * 4 * WORDS;
+      u32 from[4 * WORDS];
+      load_words(from, at);
+#pragma unroll
+      for (int q = 0; q < WORDS; ++q)
+        *reinterpret_cast<uint4*>(at + 4 * q) = {from[q], from[WORDS + q], from[2 * WORDS + q], from[3 * WORDS + q]};
+    }
+  }
+};
+template <int VEC>
+__device__ __forceinline__ void product_columns(float (&key)[VEC], TurnedRows keys, int first, int newest, int run, int lane) {
+  u32 pair[4];
+  ldmatrix(pair, keys.row(min(first + lane % 8, newest)).at + run * 4 * VEC + lane / 8 % TurnedRows::WORDS * 8);
+#pragma unroll
+  for (int s = 0; s < VEC / 2; ++s) {
+    key[2 * s] = ACT_TERMS == 1 ? low_bf16(pair[s]) : low_fp16(pair[s]);
+    key[2 * s + 1] = ACT_TERMS == 1 ? high_bf16(pair[s]) : high_fp16(pair[s]);
+  }
+}
+template <int PAIRS, int TERMS>
+__device__ __forceinline__ void fold_columns(u32 (&b)[PAIRS][TERMS][2], TurnedRows keys, int first, int newest, int run, int lane) {
+#pragma unroll
+  for (int q = 0; q < PAIRS; q += 2) {
+    u32 pair[4];
+    ldmatrix_transposed(pair, keys.row(min(first + lane % 16, newest)).at + run * 8 * PAIRS + (q + lane / 16) * 8);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      u32 terms[TERMS] = {pair[i]};
+      if constexpr (TERMS == 2) split(low_fp16(pair[i]), high_fp16(pair[i]), terms);
+#pragma unroll
+      for (int n = 0; n < TERMS; ++n) b[q + i / 2][n][i % 2] = terms[n];
+    }
+  }
+}
+
 // Folds a unit, RUNS runs of its rows at a time: `fold_some(first)`.
 template <int RUNS, typename To, typename FoldSome>
 __device__ __forceinline__ void fold(To& to, const FoldSome& fold_some) {
@@ -395,29 +464,16 @@ template <int RUNS, int STEPS, typename To, typename Decode, typename Decay, typ
 __device__ __forceinline__ void fold_runs(To& to, int first, const Decode& decode, const Decay& decay, const u32 (&factors)[STEPS][3][4],
                                           Keys keys, int history, int lane) {
   constexpr int VEC = Whole::VEC;
-  const u32 select = lane / 4 & 1 ? 0x7632 : 0x5410;
 #pragma unroll
   for (int i = 0; i < RUNS; ++i) {
     float delta[VEC / 2][4] = {};
 #pragma unroll
     for (int s = 0; s < STEPS; ++s) {
       if (16 * s >= history) break;
-      Run<VEC, Keys::TERMS> key[4];
+      u32 key[VEC / 2][Keys::TERMS][2];
+      fold_columns(key, keys, 16 * s, history - 1, first + i, lane);
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int entry = 16 * s + 2 * (lane % 4) + e / 2 * 8 + e % 2;
-        keys.row(min(entry, history - 1)).load(key[e], ((first + i) * 4 + lane / 8) * VEC);
-      }
-#pragma unroll
-      for (int q = 0; q < VEC / 2; ++q) {
-        u32 b[Keys::TERMS][2];
-#pragma unroll
-        for (int n = 0; n < Keys::TERMS; ++n) {
-          b[n][0] = __byte_perm(key[0].pair[n][q], key[1].pair[n][q], select);
-          b[n][1] = __byte_perm(key[2].pair[n][q], key[3].pair[n][q], select);
-        }
-        mma_terms(delta[q], factors[s], b);
-      }
+      for (int q = 0; q < VEC / 2; ++q) mma_terms(delta[q], factors[s], key[q]);
     }
 #pragma unroll
     for (int row = 0; row < 2; ++row) {

@@ -1,10 +1,24 @@
-// Gated DeltaNet: the factors of a fold.
+// Gated DeltaNet: keys and factors of a fold.
+
+template <bool TURNED>
+struct KeyRows {
+  using type = TurnedRows;
+};
+template <>
+struct KeyRows<false> {
+  using type = ActRows;
+};
+using FoldKeys = KeyRows<FOLD_STAYS>::type;
 
 // Factors of the folds of a block's heads, by the whole block, from keys, their norms and every head's gates in shared memory; `ring_beta`
 // is the first head's. A warp makes those of one head and some entries at a time. Decays between two entries are summed entry by entry.
 template <typename Shared>
 __device__ __forceinline__ void make_fold_factors(const History& row, const float* ring_beta, int heads, Shared& shared, int lane,
                                                   int warp) {
+  if constexpr (FOLD_STAYS) {
+    TurnedRows::turn(shared.keys, row.history);
+    __syncthreads();
+  }
   const int blocks = max((row.history + FOLD_BLOCK - 1) / FOLD_BLOCK, 1);  // an empty history has a decay, too
 #pragma unroll 1
   for (int task = warp; task < heads * blocks; task += WARPS) {

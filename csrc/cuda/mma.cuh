@@ -63,7 +63,16 @@ __device__ __forceinline__ void mma_terms(float (&acc)[4], const u32 (&a)[A_TERM
 
 __device__ __forceinline__ u32 shared_address(const void* pointer) { return u32(__cvta_generic_to_shared(pointer)); }
 
-// Four 8 x 8 blocks of 16-bit values, transposed: turns [k][row] in shared memory into an A fragment.
+// Four 8 x 8 blocks of 16-bit values; lane / 8 is the block, lane % 8 the row of it that a lane gives. A lane gets two neighbours of row
+// lane / 4 of each.
+__device__ __forceinline__ void ldmatrix(u32 (&out)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 { %0, %1, %2, %3}, [%4];"
+               : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+
+// The same, transposed: turns [k][row] in shared memory into an A fragment.
 __device__ __forceinline__ void ldmatrix_transposed(u32 (&a)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 { %0, %1, %2, %3}, [%4];"
                : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])

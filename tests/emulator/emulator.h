@@ -341,16 +341,27 @@ inline void ptx_mma_sync_aligned_m16n8k8_row_col_f32_tf32_tf32_f32(float& c0, fl
   }
 }
 
-inline void ptx_ldmatrix_sync_aligned_m8n8_x4_trans_shared_b16(uint32_t& r0, uint32_t& r1, uint32_t& r2, uint32_t& r3, uint32_t address) {
-  const int lane = emulator::self->lane;
-  const emulator::Slot* slots = emulator::meet("ldmatrix", {{address}});
-  uint32_t* out[4] = {&r0, &r1, &r2, &r3};
+namespace emulator {
+// Neighbours of a row of each of four matrices, or of a column.
+inline void load_matrices(uint32_t* const (&out)[4], uint32_t address, bool transposed) {
+  const int lane = self->lane;
+  const Slot* slots = meet(transposed ? "ldmatrix.trans" : "ldmatrix", {{address}});
   for (int matrix = 0; matrix < 4; ++matrix) {
     uint32_t pair = 0;
-    for (int i = 0; i < 2; ++i)
-      pair |= uint32_t(emulator::shared_pointer<uint16_t>(slots[matrix * 8 + lane % 4 * 2 + i].words[0], 16)[lane / 4]) << 16 * i;
+    for (int i = 0; i < 2; ++i) {
+      const int low = lane % 4 * 2 + i, high = lane / 4;
+      const uint16_t* row = shared_pointer<uint16_t>(slots[matrix * 8 + (transposed ? low : high)].words[0], 16);
+      pair |= uint32_t(row[transposed ? high : low]) << 16 * i;
+    }
     *out[matrix] = pair;
   }
+}
+}  // namespace emulator
+inline void ptx_ldmatrix_sync_aligned_m8n8_x4_shared_b16(uint32_t& r0, uint32_t& r1, uint32_t& r2, uint32_t& r3, uint32_t address) {
+  emulator::load_matrices({&r0, &r1, &r2, &r3}, address, false);
+}
+inline void ptx_ldmatrix_sync_aligned_m8n8_x4_trans_shared_b16(uint32_t& r0, uint32_t& r1, uint32_t& r2, uint32_t& r3, uint32_t address) {
+  emulator::load_matrices({&r0, &r1, &r2, &r3}, address, true);
 }
 
 inline void ptx_cp_async_cg_shared_global(uint32_t to, const void* from) {
