@@ -105,7 +105,7 @@ def min_blocks(spec: ReplaySpec) -> int:
     if spec.family == "mamba2":
         if spec.buffer_len > 32 or spec.dtype is torch.float32:
             return 3
-        if narrow and not spec.scaled and spec.buffer_len <= 16 and spec.max_tokens <= 2:
+        if narrow and spec.buffer_len <= 16 and spec.max_tokens <= (1 if spec.state_format == "fp16" else 2):
             return 5
         return 3 if spec.max_tokens > 8 or spec.state_dim > 128 else 4
     if spec.family == "kda" and (spec.buffer_len > 32 or spec.max_tokens > 8):

@@ -213,6 +213,31 @@ struct Piece {
   }
 };
 
+// A warp's units in turn, those of the first AHEAD of which are on their way: as many as it takes to have 8 runs in flight. `each` gets a
+// unit's piece and, to be called once its registers are free, what requests the unit that comes AHEAD units later.
+constexpr int AHEAD = PIECE >= 4 ? 1 : 4 / PIECE;
+template <typename PlaceOf>
+__device__ __forceinline__ void start_units(Piece (&pieces)[AHEAD], int first, int stride, int count, const PlaceOf& place) {
+#pragma unroll
+  for (int i = 0; i < AHEAD; ++i)
+    if (first + i * stride < count) pieces[i].load(place(first + i * stride), 0);
+}
+template <typename PlaceOf, typename Each>
+__device__ __forceinline__ void each_unit(Piece (&pieces)[AHEAD], int first, int stride, int count, const PlaceOf& place,
+                                          const Each& each) {
+#pragma unroll 1
+  for (int start = first; start < count; start += AHEAD * stride) {
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i) {
+      const int unit = start + i * stride, later = unit + AHEAD * stride;
+      if (i > 0 && unit >= count) break;
+      each(pieces[i], unit, [&] {
+        if (later < count) pieces[i].load(place(later), 0);
+      });
+    }
+  }
+}
+
 // Ask L2 for one plane of a unit's 16 rows of the checkpoint; a lane asks for whole 128-byte lines.
 __device__ __forceinline__ void prefetch_plane(const Place& place, int plane, int lane) {
   const char* unit = place.at - (lane / 4 * int(STATE_PITCH) + lane % 4 * WHOLE_LANE) + plane * PLANE_BYTES;
