@@ -194,8 +194,7 @@ class StepKernel:
         if self._backend == "cpu":
             return fields, lambda address: kernel.launch(address)
         heads = tactics.heads_per_block(self.spec, rows, kernel.max_dynamic_smem)
-        ratio = self.spec.heads // self.spec.groups_
-        blocks = self.spec.groups_ * ((ratio + heads - 1) // heads)
+        blocks = tactics.blocks(self.spec, heads)
         grid = (blocks, rows, tactics.splits(self.spec, blocks * rows))
         smem, threads, device = tactics.smem_bytes(self.spec, heads), tactics.warps(self.spec) * 32, self._device
 

@@ -59,20 +59,19 @@ def shared_memory(spec: ReplaySpec) -> SharedMemory:
         own = ring * value_row + coefficients + tokens * gram_row + (2 * ring + 2 * tokens + length + 4) * 4
         return SharedMemory((tokens + _round_up(ring, 8)) * row, 0, _round_up(own, 16))
 
-    values = _round_up(max(ring * value_row, _fold_factors(spec)), 16)
     tiles = -(-tokens // 8)
     fresh_row = (4 if tokens <= 4 else 8 * (tiles + 1 - tiles % 2)) * 4
     factors = _round_up(2 * tokens * fresh_row + 3 * tokens * 4, 16)
     if spec.family == "gdn":
         fixed = (tokens + _round_up(ring, 8)) * row + 2 * tokens * gram_row + (tokens + length) * 4
+        values = _round_up(max(ring * value_row, _fold_factors(spec)), 16)
         head = values + 2 * coefficients + factors + (ring + length + tokens + 1) * 4
         return SharedMemory(_round_up(fixed, 16), _round_up(head, 16))
 
-    split_row, float_row = (spec.state_dim + 8) * 2, (spec.state_dim + 4) * 4
-    step = terms * 2 * tokens * split_row + max(terms * (2 * tokens + _round_up(length, 8)) * split_row, 2 * coefficients)
-    columns = max(step, length * (float_row + (3 * split_row if length <= 32 else float_row)))
-    rest = 2 * tokens * gram_row + (tokens * spec.state_dim + spec.state_dim + ring + tokens) * 4
-    return SharedMemory(_round_up(_round_up(columns + (tokens + ring) * row + values + factors, 8) + rest, 16), 0)
+    split_row = (spec.state_dim + 8) * 2
+    scratch = max(tokens * spec.state_dim * (4 + act), terms * 8 * split_row)
+    head = terms * 2 * tokens * split_row + _round_up(ring * value_row, 16) + 2 * coefficients + factors
+    return SharedMemory(0, _round_up(head, 16), _round_up(scratch, 16))
 
 
 def _fold_factors(spec: ReplaySpec) -> int:
@@ -88,14 +87,16 @@ def constants(spec: ReplaySpec, kind: str) -> dict[str, int]:
         return {"smem": fold_smem(spec), "warps": WARPS, "min_blocks": 3 if spec.buffer_len <= 32 else 2}
     memory, blocks = shared_memory(spec), min_blocks(spec)
     if kind == "tree":  # paths take registers, too
-        blocks = min(blocks, 3 if spec.family == "mamba2" else 4)
-    sizes = {"smem": smem_bytes(spec, 1), "smem_fixed": memory.fixed, "smem_per_head": memory.per_head}
+        blocks = min(blocks, 3 if spec.family == "mamba2" else 2 if spec.family == "kda" and spec.dtype is torch.float32 else 4)
+    sizes = {"smem": smem_bytes(spec, 1), "smem_fixed": memory.fixed, "smem_per_head": memory.per_head, "smem_per_warp": memory.per_warp}
     return {**sizes, "warps": warps(spec), "min_blocks": blocks}
 
 
 def warps(spec: ReplaySpec) -> int:
     """Warps of a step kernel's block: four, or fewer where they would need more shared memory than any device has."""
     memory = shared_memory(spec)
+    if spec.family == "kda":
+        return WARPS
     return next((count for count in (4, 2) if memory.fixed + count * memory.per_warp <= SMEM_EVERYWHERE), 1 if memory.per_warp else 4)
 
 
@@ -116,7 +117,8 @@ def min_blocks(spec: ReplaySpec) -> int:
 def smem_bytes(spec: ReplaySpec, heads: int) -> int:
     """Dynamic shared memory of a block that serves ``heads`` heads."""
     memory = shared_memory(spec)
-    return memory.fixed + heads * memory.per_head + (warps(spec) * memory.per_warp if memory.per_warp else 0)
+    step = memory.fixed + heads * memory.per_head + (warps(spec) * memory.per_warp if memory.per_warp else 0)
+    return max(step, fold_smem(spec)) if spec.family == "kda" else step  # whose folds take the memory of all its heads
 
 
 def _round_up(value: int, step: int) -> int:
@@ -152,7 +154,7 @@ def heads_per_block(spec: ReplaySpec, rows: int, smem_limit: int) -> int:
     if smem_bytes(spec, 1) > smem_limit:
         raise too_large(spec, smem_bytes(spec, 1), smem_limit)
     if spec.family == "kda":
-        return 1
+        return _kda_heads_per_block(spec, rows, smem_limit)
     ratio = spec.heads // spec.groups_
     most = 1 if rows * spec.heads < 2048 else 2 if rows * spec.heads < 8192 else 4
     if spec.family == "mamba2":
@@ -162,6 +164,24 @@ def heads_per_block(spec: ReplaySpec, rows: int, smem_limit: int) -> int:
     while heads > 1 and (smem_bytes(spec, heads) + reserved) * min_blocks(spec) > smem_limit + reserved:
         heads -= 1
     return heads
+
+
+def _kda_heads_per_block(spec: ReplaySpec, rows: int, smem_limit: int) -> int:
+    heads = warps(spec)
+    reserved = 1024
+    while heads > 1 and (
+        heads // 2 >= spec.heads
+        or rows * spec.heads < 512 * heads
+        or (smem_bytes(spec, heads) + reserved) * min_blocks(spec) > smem_limit + reserved
+    ):
+        heads //= 2
+    return heads
+
+
+def blocks(spec: ReplaySpec, heads: int) -> int:
+    """Blocks of a row that serve ``heads`` heads each: of one group, in KDA any that follow each other."""
+    groups = 1 if spec.family == "kda" else spec.groups_
+    return groups * -(-(spec.heads // groups) // heads)
 
 
 def splits(spec: ReplaySpec, blocks: int) -> int:

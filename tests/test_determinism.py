@@ -4,7 +4,7 @@ import pytest
 import torch
 from harness import FAMILIES, Harness, make_inputs, make_weights, same_bits, small_spec, with_format
 
-from replayssm_jit import ReplayCache, ReplayWrapper
+from replayssm_jit import ReplayCache, ReplayWrapper, kernels, tactics
 
 
 def snapshot(cache):
@@ -54,6 +54,24 @@ def test_alone_and_in_any_batch(family, state_format, device):
                 assert same_bits(out[row], alone[s]), f"slot {s}: outputs differ in a batch of {len(batch)}"
                 for name, want in after[s].items():
                     assert same_bits(harness.cache.layers[0][name][s], want), f"slot {s}: {name} differs in a batch of {len(batch)}"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_heads_of_a_block(family, device, monkeypatch):
+    """However many heads a block serves, alone or by several of its warps."""
+    if device.type == "cpu" and kernels.backend_of(device) == "cpu":
+        pytest.skip("blocks are a matter of CUDA")
+    results = []
+    for heads in (1, 2, 3, 4) if family == "kda" else (1, 2, 3):
+        monkeypatch.setattr(tactics, "heads_per_block", lambda *_, heads=heads: heads)
+        harness, inputs = prepared(family, device, 6)
+        out = run(harness, inputs, list(range(6)))
+        results.append((out, snapshot(harness.cache)))
+    for out, after in results[1:]:
+        assert same_bits(out, results[0][0])
+        for now, want in zip(after, results[0][1], strict=True):
+            for name, tensor in now.items():
+                assert same_bits(tensor, want[name]), name
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -11,10 +11,11 @@ __device__ __forceinline__ float sum_to_token(const Params& p, const Row& row, f
   return value;
 }
 
-// e^x for what is rounded to the activations' precision afterwards; a fold needs expf.
-__device__ __forceinline__ float step_exp(float x) {
-  if constexpr (ACT_TERMS == 3) return expf(x);
+// 2^x for what is rounded to the activations' precision afterwards; a fold needs expf.
+constexpr float LOG2_E = 1.44269504f;
+__device__ __forceinline__ float step_exp2(float x) {
+  if constexpr (ACT_TERMS == 3) return exp2f(x);
   float out;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x * 1.44269504f));
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
   return out;
 }

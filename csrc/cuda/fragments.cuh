@@ -34,10 +34,24 @@ __device__ __forceinline__ void load_words(u32 (&out)[WORDS], const void* from) 
       const uint4 v = static_cast<const uint4*>(from)[i / 4];
       out[i] = v.x, out[i + 1] = v.y, out[i + 2] = v.z, out[i + 3] = v.w;
     }
-  } else {
-    static_assert(WORDS == 2, "a run has 4, 8 or 16 elements of 16 bits");
+  } else if constexpr (WORDS == 2) {
     const uint2 v = *static_cast<const uint2*>(from);
     out[0] = v.x, out[1] = v.y;
+  } else {
+    static_assert(WORDS == 1);
+    out[0] = *static_cast<const u32*>(from);
+  }
+}
+template <int WORDS>
+__device__ __forceinline__ void store_words(void* to, const u32 (&word)[WORDS]) {
+  if constexpr (WORDS % 4 == 0) {
+#pragma unroll
+    for (int i = 0; i < WORDS; i += 4) static_cast<uint4*>(to)[i / 4] = make_uint4(word[i], word[i + 1], word[i + 2], word[i + 3]);
+  } else if constexpr (WORDS == 2) {
+    *static_cast<uint2*>(to) = make_uint2(word[0], word[1]);
+  } else {
+    static_assert(WORDS == 1);
+    *static_cast<u32*>(to) = word[0];
   }
 }
 

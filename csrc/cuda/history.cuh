@@ -47,3 +47,18 @@ __device__ __forceinline__ float warp_sum(float value) {
   for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(~0u, value, step);
   return value;
 }
+
+// Sums over all lanes of COUNT values, a power of two: a lane ends with that of value lane % COUNT.
+template <int COUNT>
+__device__ __forceinline__ float warp_sums(float (&value)[COUNT], int lane) {
+#pragma unroll
+  for (int half = COUNT / 2; half > 0; half /= 2)
+#pragma unroll
+    for (int i = 0; i < half; ++i) {
+      const float kept = lane & half ? value[half + i] : value[i], sent = lane & half ? value[i] : value[half + i];
+      value[i] = kept + __shfl_xor_sync(~0u, sent, half);
+    }
+#pragma unroll
+  for (int step = COUNT; step < 32; step *= 2) value[0] += __shfl_xor_sync(~0u, value[0], step);
+  return value[0];
+}

@@ -1,6 +1,60 @@
 // Kimi Delta Attention: columns and factors of a fold, and what a step shares of it.
 
-constexpr int CHANNELS = N / 32;  // key channels a lane takes where a warp runs over all
+// Neighbouring key channels of a lane where a warp has all of them, as they lie in memory.
+constexpr int CHANNELS = N / 32;
+template <typename T>
+struct Channels {
+  static constexpr int PER_WORD = 4 / int(sizeof(T)), WORDS = CHANNELS / PER_WORD;
+  u32 word[WORDS];
+
+  __device__ float operator[](int c) const {
+    if constexpr (sizeof(T) == 4)
+      return __uint_as_float(word[c]);
+    else
+      return to_float(T{u16(word[c / 2] >> c % 2 * 16)});
+  }
+  __device__ void load(const T* at, bool aligned = true) {
+    if (aligned)
+      load_words(word, at);
+    else
+#pragma unroll
+      for (int i = 0; i < WORDS; ++i) {
+        if constexpr (sizeof(T) == 4)
+          word[i] = __float_as_uint(at[i]);
+        else
+          word[i] = at[2 * i].bits | u32(at[2 * i + 1].bits) << 16;
+      }
+  }
+  __device__ void store(T* at) const { store_global(at, word); }
+};
+
+// The same of a row of SplitRows<rows, N_TERMS>.
+template <int N_TERMS>
+__device__ __forceinline__ void put_channels(bf16* at, int rows, const float (&value)[CHANNELS]) {
+  u32 word[N_TERMS][CHANNELS / 2];
+#pragma unroll
+  for (int i = 0; i < CHANNELS / 2; ++i) {
+    u32 terms[N_TERMS];
+    split(value[2 * i], value[2 * i + 1], terms);
+#pragma unroll
+    for (int n = 0; n < N_TERMS; ++n) word[n][i] = terms[n];
+  }
+#pragma unroll
+  for (int n = 0; n < N_TERMS; ++n) store_words(at + n * rows * SPLIT_PITCH, word[n]);
+}
+template <int N_TERMS>
+__device__ __forceinline__ void get_channels(float (&value)[CHANNELS], const bf16* at, int rows) {
+#pragma unroll
+  for (int n = N_TERMS - 1; n >= 0; --n) {
+    u32 word[CHANNELS / 2];
+    load_words(word, at + n * rows * SPLIT_PITCH);
+#pragma unroll
+    for (int i = 0; i < CHANNELS / 2; ++i) {
+      value[2 * i] = low_bf16(word[i]) + (n < N_TERMS - 1 ? value[2 * i] : 0.f);
+      value[2 * i + 1] = high_bf16(word[i]) + (n < N_TERMS - 1 ? value[2 * i + 1] : 0.f);
+    }
+  }
+}
 
 // Two neighbouring elements of a row of SplitRows<rows, N_TERMS>.
 template <int N_TERMS>
@@ -41,6 +95,14 @@ struct FoldColumns {
   BackKeys back;    // k_j decayed to the history's end
 };
 
+struct alignas(16) FoldShared {
+  FoldColumns columns;
+  Act keys[BUFFER_LEN * PITCH];
+  FoldFactors factors;
+  float decay[N];  // of the checkpoint
+  float key_norm[BUFFER_LEN];
+};
+
 // A thread serves two neighbouring key channels; where they are few, several groups of threads share the work on each.
 constexpr int GROUPS = 2 * WARPS * 32 / N;
 static_assert(GROUPS * (N / 2) == WARPS * 32, "every thread has its channels");
@@ -69,12 +131,22 @@ __device__ __forceinline__ void each_gate(const float* ring, const History& row,
   }
 }
 
-// Factors and columns of a fold of one head, by the whole block, from keys and norms in shared memory; the rings are the head's.
-template <typename Shared>
-__device__ __forceinline__ void make_fold_factors(const History& row, const float* ring_g, const float* ring_beta, Shared& shared, int lane,
+// Factors and columns of a fold of one head, by the whole block; `layer` has the rings.
+template <typename Layer>
+__device__ __forceinline__ void make_fold_factors(const History& row, const Layer& layer, int head, FoldShared& shared, int lane,
                                                   int warp) {
-  const int channel = threadIdx.x % (N / 2) * 2;
-  for (int part = threadIdx.x / (N / 2); part < 2; part += GROUPS) {
+  const int thread = warp * 32 + lane;
+  const i64 first_key = head / HEADS_PER_GROUP * i64(RING_LEN), first = head * i64(RING_LEN);  // entries
+  const Act* ring_k = static_cast<const Act*>(layer.ring_k) + row.slot * layer.ring_k_slot + first_key * N;
+  const float* ring_k_norm = static_cast<const float*>(layer.ring_k_norm) + row.slot * layer.ring_k_norm_slot + first_key;
+  const float* ring_g = static_cast<const float*>(layer.ring_g) + row.slot * layer.ring_g_slot + first * N;
+  const float* ring_beta = static_cast<const float*>(layer.ring_beta) + row.slot * layer.ring_beta_slot + first;
+  stage_rows<N>(shared.keys, PITCH, row.history, true, thread, [&](int entry) { return ring_k + row.place(entry) * N; });
+  for (int j = thread; j < row.history; j += WARPS * 32) shared.key_norm[j] = ring_k_norm[row.place(j)];
+  copy_wait();
+  __syncthreads();
+  const int channel = thread % (N / 2) * 2;
+  for (int part = thread / (N / 2); part < 2; part += GROUPS) {
     float2 sum = {0.f, 0.f};
     auto scaled = [&](auto& to, int entry) {
       const float2 key = load_pair(shared.keys + entry * PITCH + channel);
@@ -83,18 +155,18 @@ __device__ __forceinline__ void make_fold_factors(const History& row, const floa
     if (part == 0) {
       each_gate<false>(ring_g, row, channel, [&](int entry, float2 g) {
         sum.x += g.x, sum.y += g.y;
-        scaled(shared.fold_columns.front, entry);
+        scaled(shared.columns.front, entry);
       });
     } else {
       each_gate<true>(ring_g, row, channel, [&](int entry, float2 g) {
-        scaled(shared.fold_columns.back, entry);
+        scaled(shared.columns.back, entry);
         sum.x += g.x, sum.y += g.y;
       });
       shared.decay[channel] = expf(sum.x), shared.decay[channel + 1] = expf(sum.y);
     }
   }
-  FoldFactors& fold = shared.fold;
-  for (int j = threadIdx.x; j < FOLD_BLOCK; j += WARPS * 32) {
+  FoldFactors& fold = shared.factors;
+  for (int j = thread; j < FOLD_BLOCK; j += WARPS * 32) {
     const bool used = j < row.history;
     fold.lead[j] = used ? -shared.key_norm[j] : 0.f, fold.last[j] = used ? shared.key_norm[j] : 0.f;
     fold.beta[j] = used ? ring_beta[row.place(j)] : 0.f;

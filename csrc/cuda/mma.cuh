@@ -91,6 +91,11 @@ __device__ __forceinline__ int opaque(int value) {
   asm volatile("mov.b32 %0, %0;" : "+r"(value));
   return value;
 }
+template <typename T>
+__device__ __forceinline__ T* opaque(T* pointer) {
+  asm volatile("mov.b64 %0, %0;" : "+l"(pointer));
+  return pointer;
+}
 
 // A warp's load covers half a line of each of its rows, the next one the other half. L1 takes it from the same request only if the line is
 // allocated there, and L2 should fetch the whole line at once: without both, L2 serves twice the requests.
@@ -117,6 +122,19 @@ __device__ __forceinline__ void wait_for_predecessor() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
+}
+
+// Words of which the compiler would make several stores.
+__device__ __forceinline__ void store_global(void* to, const u32 (&word)[4]) {
+  asm volatile("st.global.v4.u32 [%0], { %1, %2, %3, %4};" ::"l"(to), "r"(word[0]), "r"(word[1]), "r"(word[2]), "r"(word[3]) : "memory");
+}
+__device__ __forceinline__ void store_global(void* to, const u32 (&word)[2]) {
+  asm volatile("st.global.v2.u32 [%0], { %1, %2};" ::"l"(to), "r"(word[0]), "r"(word[1]) : "memory");
+}
+__device__ __forceinline__ void store_global(void* to, const u32 (&word)[1]) { *static_cast<u32*>(to) = word[0]; }
+__device__ __forceinline__ void store_global(void* to, const u32 (&word)[8]) {
+  const u32 low[4] = {word[0], word[1], word[2], word[3]}, high[4] = {word[4], word[5], word[6], word[7]};
+  store_global(to, low), store_global(static_cast<uint4*>(to) + 1, high);
 }
 
 // 16 bytes of activations to shared memory from an address of any alignment that the element type allows.

@@ -377,7 +377,19 @@ inline void ptx_ld_global_L2_128B_v4_u32(uint32_t& r0, uint32_t& r1, uint32_t& r
   const uint32_t* words = static_cast<const uint32_t*>(from);
   r0 = words[0], r1 = words[1], r2 = words[2], r3 = words[3];
 }
+inline void ptx_st_global_v4_u32(void* to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  if (reinterpret_cast<uintptr_t>(to) % 16) emulator::fail("misaligned address in st.global.v4");
+  const uint32_t words[] = {a, b, c, d};
+  std::memcpy(to, words, 16);
+}
+inline void ptx_st_global_v2_u32(void* to, uint32_t a, uint32_t b) {
+  if (reinterpret_cast<uintptr_t>(to) % 8) emulator::fail("misaligned address in st.global.v2");
+  const uint32_t words[] = {a, b};
+  std::memcpy(to, words, 8);
+}
 inline void ptx_mov_b32(int&) {}
+template <typename T>
+void ptx_mov_b64(T*&) {}
 inline void ptx_ld_global_L2_128B_v2_u32(uint32_t& r0, uint32_t& r1, const void* from) {
   if (reinterpret_cast<uintptr_t>(from) % 8) emulator::fail("misaligned vector load");
   uint32_t words[2];
