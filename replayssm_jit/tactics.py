@@ -87,7 +87,7 @@ def constants(spec: ReplaySpec, kind: str) -> dict[str, int]:
         return {"smem": fold_smem(spec), "warps": WARPS, "min_blocks": 3 if spec.buffer_len <= 32 else 2}
     memory, blocks = shared_memory(spec), min_blocks(spec)
     if kind == "tree":  # paths take registers, too
-        blocks = min(blocks, 3 if spec.family == "mamba2" else 2 if spec.family == "kda" and spec.dtype is torch.float32 else 4)
+        blocks = min(blocks, 2 if spec.family == "kda" and spec.dtype is torch.float32 else 3)
     sizes = {"smem": smem_bytes(spec, 1), "smem_fixed": memory.fixed, "smem_per_head": memory.per_head, "smem_per_warp": memory.per_warp}
     return {**sizes, "warps": warps(spec), "min_blocks": blocks}
 

@@ -56,18 +56,16 @@ __device__ __forceinline__ void invert(FoldFactors& fold, int block, int count, 
 template <int RUNS>
 struct KeptRuns {
   float value[RUNS][2][Whole::VEC];
-  int first;
 
-  __device__ void load(const Place& from, int run) {
-    first = run;
+  __device__ void load(const Place& from, int first) {
     WholeRuns<RUNS> whole;
-    whole.load(from, run);
+    whole.load(from, first);
 #pragma unroll
     for (int i = 0; i < RUNS; ++i) whole.decode(value[i][0], i, 0), whole.decode(value[i][1], i, 1);
   }
-  __device__ void store(int run, int half, const float (&changed)[Whole::VEC]) {
+  __device__ void store(int i, int half, const float (&changed)[Whole::VEC]) {
 #pragma unroll
-    for (int e = 0; e < Whole::VEC; ++e) value[run - first][half][e] = changed[e];
+    for (int e = 0; e < Whole::VEC; ++e) value[i][half][e] = changed[e];
   }
 };
 
@@ -76,10 +74,11 @@ template <int RUNS, typename To>
 struct Changed {
   KeptRuns<RUNS>& kept;
   To& to;
+  int first;
   bool last;
 
   __device__ void store(int run, int half, const float (&value)[Whole::VEC]) {
-    kept.store(run, half, value);
+    kept.store(run - first, half, value);
     if (last) to.store(run, half, value);
   }
 };
@@ -164,10 +163,10 @@ __device__ __forceinline__ void exact_fold(const History& row, const Act* ring_v
       }
     }
   };
-  auto add = [&](int block, bool last) {
-    Changed<KEPT, To> changed{kept, to, last};
+  auto add = [&](int block, int first, bool last) {
+    Changed<KEPT, To> changed{kept, to, first, last};
     fold_runs<KEPT>(
-        changed, kept.first,
+        changed, first,
         [&](float (&out)[VEC], int i, int half) {
 #pragma unroll
           for (int e = 0; e < VEC; ++e) out[e] = kept.value[i][half][e];
@@ -182,13 +181,13 @@ __device__ __forceinline__ void exact_fold(const History& row, const Act* ring_v
 #pragma unroll 1
     for (int block = 0; block < blocks; ++block) {
       correct(block);
-      fold<KEPT>(to, [&](int) { add(block, block == blocks - 1); });
+      fold<KEPT>(to, [&](int first) { add(block, first, block == blocks - 1); });
     }
   } else {
     correct(0);
     fold<KEPT>(to, [&](int first) {
       kept.load(from, first);
-      add(0, true);
+      add(0, first, true);
     });
   }
 }
