@@ -111,6 +111,8 @@ def min_blocks(spec: ReplaySpec) -> int:
         return 3 if spec.max_tokens > 8 or spec.state_dim > 128 else 4
     if spec.family == "kda" and (spec.buffer_len > 32 or spec.max_tokens > 8):
         return 2
+    if spec.family == "kda" and (spec.scaled or spec.rounding == "stochastic"):
+        return 3
     return 4 if narrow and spec.buffer_len <= 16 else 3
 
 
