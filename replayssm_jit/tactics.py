@@ -43,7 +43,7 @@ def fold_smem(spec: ReplaySpec) -> int:
         return _round_up(_round_up(length, 8) * row + factors + (3 * length + 1) * 4, 16)
     split_row, float_row = (spec.state_dim + 8) * 2, (spec.state_dim + 4) * 4
     columns = length * (float_row + (3 * split_row if length <= 32 else float_row))
-    return _round_up(columns + length * row + factors + (spec.state_dim + length) * 4, 16)
+    return _round_up(columns + (-(-length // 4) + 1) * spec.state_dim * 4 + factors, 16)
 
 
 @cache
@@ -111,7 +111,7 @@ def min_blocks(spec: ReplaySpec) -> int:
         return 3 if spec.max_tokens > 8 or spec.state_dim > 128 else 4
     if spec.family == "kda" and (spec.buffer_len > 32 or spec.max_tokens > 8):
         return 2
-    if spec.family == "kda" and (spec.scaled or spec.rounding == "stochastic"):
+    if spec.family == "kda" and (spec.scaled or spec.rounding == "stochastic" or spec.max_tokens > 4):
         return 3
     return 4 if narrow and spec.buffer_len <= 16 else 3
 

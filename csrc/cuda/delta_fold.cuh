@@ -99,13 +99,16 @@ __device__ __forceinline__ void exact_fold(const History& row, const Act* ring_v
   auto correct = [&](int block) {
     const int begin = block * FOLD_BLOCK, count = row.history - begin;
     Act v[FOLD_TILES][4];
+    auto ask = [&] {
 #pragma unroll
-    for (int q = 0; q < FOLD_TILES; ++q)
+      for (int q = 0; q < FOLD_TILES; ++q)
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const Act* at = ring_v + row.place(begin + max(min(q * 8 + lane % 4 * 2 + e, count - 1), 0)) * P;
-        v[q][e] = at[0], v[q][2 + e] = at[8];
-      }
+        for (int e = 0; e < 2; ++e) {
+          const Act* at = ring_v + row.place(begin + max(min(q * 8 + lane % 4 * 2 + e, count - 1), 0)) * P;
+          v[q][e] = at[0], v[q][2 + e] = at[8];
+        }
+    };
+    if (FOLD_TILES <= 2) ask();
     float product[FOLD_TILES][4] = {}, rest[FOLD_TILES][4] = {};  // sums of the upper and of the small products: they truncate
 #pragma unroll 1
     for (int first = 0; first < WHOLE_RUNS; first += KEPT) {
@@ -133,6 +136,7 @@ __device__ __forceinline__ void exact_fold(const History& row, const Act* ring_v
         }
       }
     }
+    if (FOLD_TILES > 2) ask();  // more than registers hold during the product
 #pragma unroll
     for (int q = 0; q < FOLD_TILES; ++q) {
       const float2 lead = *reinterpret_cast<const float2*>(factors.lead + begin + q * 8 + lane % 4 * 2);

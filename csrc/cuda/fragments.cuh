@@ -55,13 +55,19 @@ __device__ __forceinline__ void store_words(void* to, const u32 (&word)[WORDS]) 
   }
 }
 
-template <int VEC>
-__device__ __forceinline__ void load_floats(float (&out)[VEC], const float* from) {
+template <int COUNT>
+__device__ __forceinline__ void load_floats(float (&out)[COUNT], const float* from) {
+  u32 word[COUNT];
+  load_words(word, from);
 #pragma unroll
-  for (int i = 0; i < VEC; i += 4) {
-    const float4 v = *reinterpret_cast<const float4*>(from + i);
-    out[i] = v.x, out[i + 1] = v.y, out[i + 2] = v.z, out[i + 3] = v.w;
-  }
+  for (int i = 0; i < COUNT; ++i) out[i] = __uint_as_float(word[i]);
+}
+template <int COUNT>
+__device__ __forceinline__ void store_floats(float* to, const float (&value)[COUNT]) {
+  u32 word[COUNT];
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) word[i] = __float_as_uint(value[i]);
+  store_words(to, word);
 }
 
 // Rows of activations in shared memory, PITCH apart: exact operands, split into bf16 terms as they are read.

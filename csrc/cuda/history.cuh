@@ -48,17 +48,20 @@ __device__ __forceinline__ float warp_sum(float value) {
   return value;
 }
 
-// Sums over all lanes of COUNT values, a power of two: a lane ends with that of value lane % COUNT.
-template <int COUNT>
-__device__ __forceinline__ float warp_sums(float (&value)[COUNT], int lane) {
+// Sums over all lanes of COUNT values, a power of two: a lane ends with that of value lane % COUNT. LEFT of them still stand apart.
+template <int COUNT, int LEFT = COUNT>
+__device__ __forceinline__ float warp_sums(const float (&value)[LEFT], int lane) {
+  if constexpr (LEFT == 1) {
+    float sum = value[0];
 #pragma unroll
-  for (int half = COUNT / 2; half > 0; half /= 2)
+    for (int step = COUNT; step < 32; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
+    return sum;
+  } else {
+    constexpr int HALF = LEFT / 2;
+    float half[HALF];
 #pragma unroll
-    for (int i = 0; i < half; ++i) {
-      const float kept = lane & half ? value[half + i] : value[i], sent = lane & half ? value[i] : value[half + i];
-      value[i] = kept + __shfl_xor_sync(~0u, sent, half);
-    }
-#pragma unroll
-  for (int step = COUNT; step < 32; step *= 2) value[0] += __shfl_xor_sync(~0u, value[0], step);
-  return value[0];
+    for (int i = 0; i < HALF; ++i)
+      half[i] = (lane & HALF ? value[HALF + i] : value[i]) + __shfl_xor_sync(~0u, lane & HALF ? value[i] : value[HALF + i], HALF);
+    return warp_sums<COUNT, HALF>(half, lane);
+  }
 }

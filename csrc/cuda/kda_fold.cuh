@@ -56,30 +56,19 @@ __device__ __forceinline__ void get_channels(float (&value)[CHANNELS], const bf1
   }
 }
 
-// Two neighbouring elements of a row of SplitRows<rows, N_TERMS>.
-template <int N_TERMS>
-__device__ __forceinline__ void put_split(bf16* at, int rows, float low, float high) {
-  u32 terms[N_TERMS];
-  split(low, high, terms);
-#pragma unroll
-  for (int n = 0; n < N_TERMS; ++n) *reinterpret_cast<u32*>(at + n * rows * SPLIT_PITCH) = terms[n];
-}
-
 // Keys of the fold: short histories are split once, for all warps; long ones are kept as floats, which take less room, and split as
 // they are read.
 struct SplitKeys {
   using Rows = SplitRows<BUFFER_LEN, 3>;
   bf16 at[3 * BUFFER_LEN * SPLIT_PITCH];
-  __device__ void put(int entry, int channel, float low, float high) {
-    put_split<3>(at + entry * SPLIT_PITCH + channel, BUFFER_LEN, low, high);
+  __device__ void put(int entry, int channel, const float (&value)[CHANNELS]) {
+    put_channels<3>(at + entry * SPLIT_PITCH + channel, BUFFER_LEN, value);
   }
 };
 struct FloatKeys {
   using Rows = FloatRows;
   float at[BUFFER_LEN * FLOAT_PITCH];
-  __device__ void put(int entry, int channel, float low, float high) {
-    *reinterpret_cast<float2*>(at + entry * FLOAT_PITCH + channel) = {low, high};
-  }
+  __device__ void put(int entry, int channel, const float (&value)[CHANNELS]) { store_floats(at + entry * FLOAT_PITCH + channel, value); }
 };
 template <bool SHORT>
 struct ShortKeys {
@@ -90,118 +79,155 @@ struct ShortKeys<false> {
   using type = FloatKeys;
 };
 using BackKeys = ShortKeys<(BUFFER_LEN <= 32)>::type;
-struct FoldColumns {
-  FloatKeys front;  // k_j decayed from the checkpoint on
-  BackKeys back;    // k_j decayed to the history's end
-};
 
+// Decays over several entries are products, of links of the chain that are a warp's in its registers: nothing is exponentiated twice, and
+// the accuracy is that of the recurrence, which multiplies by the same.
+constexpr int LINK = 4, LINKS = (BUFFER_LEN + LINK - 1) / LINK;  // entries
 struct alignas(16) FoldShared {
-  FoldColumns columns;
-  Act keys[BUFFER_LEN * PITCH];
+  FloatKeys front;  // k_j decayed from the checkpoint on
+  union {
+    FloatKeys sources;  // k_j decayed to the end of its link
+    BackKeys back;      // to the history's end, later
+  };
+  float totals[LINKS][N];  // decays over links
+  float decay[N];          // of the checkpoint
   FoldFactors factors;
-  float decay[N];  // of the checkpoint
-  float key_norm[BUFFER_LEN];
 };
-
-// A thread serves two neighbouring key channels; where they are few, several groups of threads share the work on each.
-constexpr int GROUPS = 2 * WARPS * 32 / N;
-static_assert(GROUPS * (N / 2) == WARPS * 32, "every thread has its channels");
-
-__device__ __forceinline__ float2 load_pair(const Act* at) {
-  if constexpr (sizeof(Act) == 4) return *reinterpret_cast<const float2*>(at);
-  const u32 pair = *reinterpret_cast<const u32*>(at);
-  if constexpr (ACT_TERMS == 1) return {low_bf16(pair), high_bf16(pair)};
-  return {low_fp16(pair), high_fp16(pair)};
-}
-
-// Calls use(entry, log decays) for a history from the newest entry to the oldest, or the other way round.
-template <bool BACKWARDS, typename Use>
-__device__ __forceinline__ void each_gate(const float* ring, const History& row, int channel, const Use& use) {
-  constexpr int BATCH = 8;  // loads in flight
-#pragma unroll 1
-  for (int first = 0; first < row.history; first += BATCH) {
-    float2 g[BATCH];
-#pragma unroll
-    for (int i = 0; i < BATCH; ++i)
-      if (first + i < row.history)
-        g[i] = *reinterpret_cast<const float2*>(ring + row.place(BACKWARDS ? row.history - 1 - first - i : first + i) * N + channel);
-#pragma unroll
-    for (int i = 0; i < BATCH; ++i)
-      if (first + i < row.history) use(BACKWARDS ? row.history - 1 - first - i : first + i, g[i]);
-  }
-}
 
 // Factors and columns of a fold of one head, by the whole block; `layer` has the rings.
 template <typename Layer>
 __device__ __forceinline__ void make_fold_factors(const History& row, const Layer& layer, int head, FoldShared& shared, int lane,
                                                   int warp) {
-  const int thread = warp * 32 + lane;
+  const int channel = lane * CHANNELS, h = row.history, links = max((h + LINK - 1) / LINK, 1);
   const i64 first_key = head / HEADS_PER_GROUP * i64(RING_LEN), first = head * i64(RING_LEN);  // entries
-  const Act* ring_k = static_cast<const Act*>(layer.ring_k) + row.slot * layer.ring_k_slot + first_key * N;
+  const Act* ring_k = static_cast<const Act*>(layer.ring_k) + row.slot * layer.ring_k_slot + first_key * N + channel;
   const float* ring_k_norm = static_cast<const float*>(layer.ring_k_norm) + row.slot * layer.ring_k_norm_slot + first_key;
-  const float* ring_g = static_cast<const float*>(layer.ring_g) + row.slot * layer.ring_g_slot + first * N;
+  const float* ring_g = static_cast<const float*>(layer.ring_g) + row.slot * layer.ring_g_slot + first * N + channel;
   const float* ring_beta = static_cast<const float*>(layer.ring_beta) + row.slot * layer.ring_beta_slot + first;
-  stage_rows<N>(shared.keys, PITCH, row.history, true, thread, [&](int entry) { return ring_k + row.place(entry) * N; });
-  for (int j = thread; j < row.history; j += WARPS * 32) shared.key_norm[j] = ring_k_norm[row.place(j)];
-  copy_wait();
-  __syncthreads();
-  const int channel = thread % (N / 2) * 2;
-  for (int part = thread / (N / 2); part < 2; part += GROUPS) {
-    float2 sum = {0.f, 0.f};
-    auto scaled = [&](auto& to, int entry) {
-      const float2 key = load_pair(shared.keys + entry * PITCH + channel);
-      to.put(entry, channel, key.x * expf(sum.x), key.y * expf(sum.y));
-    };
-    if (part == 0) {
-      each_gate<false>(ring_g, row, channel, [&](int entry, float2 g) {
-        sum.x += g.x, sum.y += g.y;
-        scaled(shared.columns.front, entry);
-      });
-    } else {
-      each_gate<true>(ring_g, row, channel, [&](int entry, float2 g) {
-        scaled(shared.columns.back, entry);
-        sum.x += g.x, sum.y += g.y;
-      });
-      shared.decay[channel] = expf(sum.x), shared.decay[channel + 1] = expf(sum.y);
-    }
-  }
+
+  struct Link {
+    float key[LINK][CHANNELS], decay[LINK][CHANNELS];
+  };
+  Link kept = {};  // where a warp has no more than one
+  auto load = [&](int link) {
+    Link to;
+    Channels<Act> k[LINK] = {};
+    Channels<float> g[LINK] = {};
+#pragma unroll
+    for (int i = 0; i < LINK; ++i)
+      if (link * LINK + i < h) {
+        const int place = row.place(link * LINK + i);
+        k[i].load(ring_k + place * N), g[i].load(ring_g + place * N);
+      }
+#pragma unroll
+    for (int i = 0; i < LINK; ++i)
+#pragma unroll
+      for (int c = 0; c < CHANNELS; ++c) to.key[i][c] = k[i][c], to.decay[i][c] = expf(g[i][c]);
+    return to;
+  };
+  auto multiply = [&](float (&by)[CHANNELS], int link) {
+    float total[CHANNELS];
+    load_floats(total, shared.totals[link] + channel);
+#pragma unroll
+    for (int c = 0; c < CHANNELS; ++c) by[c] *= total[c];
+  };
+  auto ones = [](float (&value)[CHANNELS]) {
+#pragma unroll
+    for (int c = 0; c < CHANNELS; ++c) value[c] = 1.f;
+  };
+
   FoldFactors& fold = shared.factors;
-  for (int j = thread; j < FOLD_BLOCK; j += WARPS * 32) {
-    const bool used = j < row.history;
-    fold.lead[j] = used ? -shared.key_norm[j] : 0.f, fold.last[j] = used ? shared.key_norm[j] : 0.f;
-    fold.beta[j] = used ? ring_beta[row.place(j)] : 0.f;
+  for (int j = warp * 32 + lane; j < FOLD_BLOCK; j += WARPS * 32) {
+    const float norm = j < h ? ring_k_norm[row.place(j)] : 0.f;
+    fold.lead[j] = -norm, fold.last[j] = norm, fold.beta[j] = j < h ? ring_beta[row.place(j)] : 0.f;
   }
-  // Pairs: a warp takes some sources through the targets after them, so that they share the targets' decays. Their products keep the
-  // accuracy of the recurrence, which multiplies by the same.
-  constexpr int SOURCES = 4;
-  for (int first = warp; first < row.history; first += SOURCES * WARPS) {
-    float weight[SOURCES][CHANNELS];
+#pragma unroll 1
+  for (int link = warp; link < links; link += WARPS) {
+    const Link own = load(link);
+    if (LINKS <= WARPS) kept = own;
+    float after[CHANNELS];
+    ones(after);
 #pragma unroll
-    for (int s = 0; s < SOURCES; ++s) {
-      const int source = min(first + s * WARPS, row.history - 1);
+    for (int i = LINK - 1; i >= 0; --i) {
+      float source[CHANNELS];
 #pragma unroll
-      for (int n = 0; n < CHANNELS; ++n) weight[s][n] = to_float(shared.keys[source * PITCH + n * 32 + lane]) * shared.key_norm[source];
+      for (int c = 0; c < CHANNELS; ++c) source[c] = own.key[i][c] * after[c], after[c] *= own.decay[i][c];
+      if (link * LINK + i < h) shared.sources.put(link * LINK + i, channel, source);
     }
-    for (int target = first + 1; target < row.history; ++target) {
-      float decay[CHANNELS], key[CHANNELS];
+    store_floats(shared.totals[link] + channel, after);
+  }
+  __syncthreads();
+
+#pragma unroll 1
+  for (int link = warp; link < links; link += WARPS) {
+    const Link own = LINKS > WARPS ? load(link) : kept;
+    float before[CHANNELS], within[CHANNELS], target[LINK][CHANNELS];
+    ones(before), ones(within);
+    for (int earlier = 0; earlier < link; ++earlier) multiply(before, earlier);
 #pragma unroll
-      for (int n = 0; n < CHANNELS; ++n) {
-        decay[n] = expf(ring_g[row.place(target) * N + n * 32 + lane]);
-        key[n] = to_float(shared.keys[target * PITCH + n * 32 + lane]) * shared.key_norm[target];
+    for (int i = 0; i < LINK; ++i) {
+      float front[CHANNELS];
+#pragma unroll
+      for (int c = 0; c < CHANNELS; ++c) {
+        before[c] *= own.decay[i][c], within[c] *= own.decay[i][c];
+        front[c] = own.key[i][c] * before[c], target[i][c] = own.key[i][c] * within[c];
       }
+      if (link * LINK + i < h) shared.front.put(link * LINK + i, channel, front);
+    }
+    // Products of the link's keys with those before them, link by link.
+    float dots[LINK * LINK] = {};
+    auto put = [&](int from) {
+      const float dot = warp_sums<LINK * LINK>(dots, lane);
+      const int to = link * LINK + lane / LINK, source = from * LINK + lane % LINK;
+      if (to < h && source < to && lane < LINK * LINK) fold.solve[0][to][source] = dot * fold.last[to] * fold.last[source];
+    };
 #pragma unroll
-      for (int s = 0; s < SOURCES; ++s) {
-        const int source = first + s * WARPS;
-        if (source >= target) break;
-        float dot = 0.f;
+    for (int s = 0; s < LINK - 1; ++s) {
+      float source[CHANNELS];
 #pragma unroll
-        for (int n = 0; n < CHANNELS; ++n) weight[s][n] *= decay[n], dot = fmaf(weight[s][n], key[n], dot);
-        dot = warp_sum(dot);
-        if (lane == 0) fold.solve[0][target][source] = dot;
+      for (int c = 0; c < CHANNELS; ++c) source[c] = own.key[s][c];
+#pragma unroll
+      for (int t = s + 1; t < LINK; ++t)
+#pragma unroll
+        for (int c = 0; c < CHANNELS; ++c)
+          source[c] *= own.decay[t][c], dots[t * LINK + s] = fmaf(source[c], own.key[t][c], dots[t * LINK + s]);
+    }
+    put(link);
+#pragma unroll 1
+    for (int from = link - 1; from >= 0; --from) {
+#pragma unroll
+      for (int s = 0; s < LINK; ++s) {
+        float source[CHANNELS];
+        load_floats(source, shared.sources.at + (from * LINK + s) * FLOAT_PITCH + channel);
+#pragma unroll
+        for (int t = 0; t < LINK; ++t) {
+          dots[t * LINK + s] = 0.f;
+#pragma unroll
+          for (int c = 0; c < CHANNELS; ++c) dots[t * LINK + s] = fmaf(source[c], target[t][c], dots[t * LINK + s]);
+        }
       }
+      put(from);
+#pragma unroll
+      for (int t = 0; t < LINK; ++t) multiply(target[t], from);
     }
   }
   __syncthreads();
-  if (warp == 0) invert(fold, 0, row.history, lane);
+
+  if (warp == 0) invert(fold, 0, h, lane);
+#pragma unroll 1
+  for (int link = warp; link < links; link += WARPS) {
+    const Link own = LINKS > WARPS ? load(link) : kept;
+    float after[CHANNELS];
+    ones(after);
+    for (int later = links - 1; later > link; --later) multiply(after, later);
+#pragma unroll
+    for (int i = LINK - 1; i >= 0; --i) {
+      float back[CHANNELS];
+#pragma unroll
+      for (int c = 0; c < CHANNELS; ++c) back[c] = own.key[i][c] * after[c], after[c] *= own.decay[i][c];
+      if (link * LINK + i < h) shared.back.put(link * LINK + i, channel, back);
+    }
+    if (link == 0) store_floats(shared.decay + channel, after);
+  }
   __syncthreads();
 }
