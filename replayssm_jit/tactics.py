@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from .specs import ReplaySpec
 
 WARPS = 4
-HEADS_MAX = 8
 SMEM_EVERYWHERE = 99 << 10  # bytes that a block may take on every supported device
 CURSOR_THREADS = 256
 #: Batches whose rows a commit puts in order: fewer rows run all at once anyway, more are beyond what its one block holds.
@@ -59,18 +58,18 @@ def shared_memory(spec: ReplaySpec) -> SharedMemory:
         own = ring * value_row + coefficients + tokens * gram_row + (2 * ring + 2 * tokens + length + 4) * 4
         return SharedMemory((tokens + _round_up(ring, 8)) * row, 0, _round_up(own, 16))
 
+    coefficients = terms * 2 * tokens * (_round_up(length, 16) // 2 + 4) * 4
     tiles = -(-tokens // 8)
     fresh_row = (4 if tokens <= 4 else 8 * (tiles + 1 - tiles % 2)) * 4
     factors = _round_up(2 * tokens * fresh_row + 3 * tokens * 4, 16)
     if spec.family == "gdn":
-        fixed = (tokens + _round_up(ring, 8)) * row + 2 * tokens * gram_row + (tokens + length) * 4
-        values = _round_up(max(ring * value_row, _fold_factors(spec)), 16)
-        head = values + 2 * coefficients + factors + (ring + length + tokens + 1) * 4
-        return SharedMemory(_round_up(fixed, 16), _round_up(head, 16))
+        fixed = _round_up((2 * tokens + _round_up(length, 8)) * row + length * 4, 16)
+        head = max(ring * value_row, _fold_factors(spec)) + length * 4
+        return SharedMemory(fixed, _round_up(head, 16), _round_up(coefficients + factors, 16))
 
     split_row = (spec.state_dim + 8) * 2
     scratch = max(tokens * spec.state_dim * (4 + act), terms * 8 * split_row)
-    head = terms * 2 * tokens * split_row + _round_up(ring * value_row, 16) + 2 * coefficients + factors
+    head = terms * 2 * tokens * split_row + _round_up(ring * value_row, 16) + coefficients + factors
     return SharedMemory(0, _round_up(head, 16), _round_up(scratch, 16))
 
 
@@ -97,7 +96,8 @@ def warps(spec: ReplaySpec) -> int:
     memory = shared_memory(spec)
     if spec.family == "kda":
         return WARPS
-    return next((count for count in (4, 2) if memory.fixed + count * memory.per_warp <= SMEM_EVERYWHERE), 1 if memory.per_warp else 4)
+    least = memory.fixed + memory.per_head
+    return next((count for count in (4, 2) if least + count * memory.per_warp <= SMEM_EVERYWHERE), 1)
 
 
 def min_blocks(spec: ReplaySpec) -> int:
@@ -109,7 +109,7 @@ def min_blocks(spec: ReplaySpec) -> int:
         if narrow and spec.buffer_len <= 16 and spec.max_tokens <= (1 if spec.state_format == "fp16" else 2):
             return 5
         return 3 if spec.max_tokens > 8 or spec.state_dim > 128 else 4
-    if spec.family == "kda" and (spec.buffer_len > 32 or spec.max_tokens > 8):
+    if spec.max_tokens > 8 or (spec.family == "kda" and spec.buffer_len > 32):
         return 2
     if spec.family == "kda" and (spec.scaled or spec.rounding == "stochastic" or spec.max_tokens > 4):
         return 3
@@ -159,11 +159,9 @@ def heads_per_block(spec: ReplaySpec, rows: int, smem_limit: int) -> int:
         return _kda_heads_per_block(spec, rows, smem_limit)
     ratio = spec.heads // spec.groups_
     most = 1 if rows * spec.heads < 2048 else 2 if rows * spec.heads < 8192 else 4
-    if spec.family == "mamba2":
-        return min(ratio, most, warps(spec))
-    heads = min(ratio, HEADS_MAX, max(most, WARPS * 16 // spec.head_dim))
-    reserved = 1024  # by the system, a block
-    while heads > 1 and (smem_bytes(spec, heads) + reserved) * min_blocks(spec) > smem_limit + reserved:
+    heads = min(ratio, most, warps(spec))
+    reserved, per_head = 1024, shared_memory(spec).per_head  # by the system, a block
+    while heads > 1 and per_head and (smem_bytes(spec, heads) + reserved) * min_blocks(spec) > smem_limit + reserved:
         heads -= 1
     return heads
 

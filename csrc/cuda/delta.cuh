@@ -28,21 +28,33 @@ struct Column {
   __device__ int row() const { return (is_key ? MAX_TOKENS : 0) + min(token, MAX_TOKENS - 1); }
 };
 
-using DeltaCoefficients = Coefficients<2 * MAX_TOKENS>;  // of u_j of the history
+using DeltaCoefficients = Coefficients<2 * MAX_TOKENS, (BUFFER_LEN + 15) / 16 * 16>;  // of u_j of the history
 
-// Gram matrix of all columns with some keys, 8 of them a warp: its rows are as Column::row counts. Rows of a tile are columns of the
-// product: all of them at once where they share a tile, else queries and keys in turn. `row_of` is the row of a column that is used.
-template <typename RowOf, typename Keys>
-__device__ __forceinline__ void gram_columns(float* gram, const Row& row, const RowOf& row_of, Keys keys, int count, int lane, int warp) {
-  constexpr int KINDS = SHARED_TILE ? 1 : 2;
-  for (int task = warp; task < KINDS * ((count + 7) / 8); task += WARPS) {
-    const int first = task % KINDS * FIRST_KEY, entries = task / KINDS * 8;
-    gram_tile<(TILES > 1)>([&](int i) { return row_of(Column(first + i).used(row)); }, keys.row(entries),
-                           [&](int i) {
-                             const Column column(first + i);
-                             return column.token < row.tokens ? gram + column.row() * GRAM_PITCH + entries : nullptr;
-                           },
-                           lane);
+// In a Gram product columns are the queries of a tile, 8 a half: all of them where they share a tile, else those of a kind.
+constexpr int KINDS = SHARED_TILE ? 1 : 2;
+__device__ __forceinline__ Column gram_column(int kind, int half, int lane) { return Column(kind * FIRST_KEY + half * 8 + lane / 4); }
+
+// Coefficients of one kind of columns, by one warp: their products with the keys of the history times factors of columns and entries.
+// `column_row(half)` is the row of a lane's column that is used; `entry_factor(entry)` is 0 past the history.
+template <typename ColumnRow, typename Keys, typename EntryFactor>
+__device__ __forceinline__ void make_coefficients(DeltaCoefficients& to, const Row& row, int kind, const ColumnRow& column_row, Keys keys,
+                                                  const float (&factor)[TILES], const EntryFactor& entry_factor, int lane) {
+#pragma unroll 1
+  for (int first = 0; first < row.history; first += 16) {
+    const Keys key[2] = {keys.row(min(first + lane / 4, row.history - 1)), keys.row(min(first + 8 + lane / 4, row.history - 1))};
+    float gram[2][4] = {};
+    gram_product<(TILES > 1)>(gram, column_row(0), column_row(TILES - 1), key, lane);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int entry = first + 8 * i + lane % 4 * 2;
+      const float low = entry_factor(entry), high = entry_factor(entry + 1);
+#pragma unroll
+      for (int half = 0; half < TILES; ++half) {
+        const Column column = gram_column(kind, half, lane);
+        const float* product = gram[i] + 2 * half;
+        if (column.token < row.tokens) to.put(column.row(), entry, product[0] * factor[half] * low, product[1] * factor[half] * high);
+      }
+    }
   }
 }
 
@@ -146,11 +158,29 @@ __device__ __forceinline__ void add_fresh(const Row& row, const DeltaFactors& fa
     for (int i = 0; i < 4; ++i) acc[q][i] += sum[q][i];
 }
 
-// One unit's outputs and corrections. `acc` holds the state's raw products; `values` are u of the history and then v of the new
-// tokens, 16 columns of them.
-__device__ __forceinline__ void delta_unit(const Params& p, const Row& row, int head, int slab, const DeltaFactors& factors,
-                                           const DeltaCoefficients& coefficients, const Act* values, float (&acc)[COLUMN_TILES][4],
-                                           int lane) {
+// Where a lane's columns go: outputs, and u of new tokens in the ring. Null for a column of no token.
+struct DeltaOutputs {
+  Act* to[COLUMN_TILES][ELEMENTS];
+
+  __device__ DeltaOutputs(const Params& p, const Row& row, int head, int lane) {
+    Act* out = static_cast<Act*>(p.out) + row.first * p.out_row + head * p.out_outer + lane / 4;
+    Act* ring_u = static_cast<Act*>(p.ring_u) + row.slot * p.ring_u_slot + i64(head) * RING_LEN * P + lane / 4;
+#pragma unroll
+    for (int q = 0; q < COLUMN_TILES; ++q)
+#pragma unroll
+      for (int e = 0; e < ELEMENTS; ++e) {
+        const Column column(q * 8 + lane % 4 * 2 + e);
+        Act* at = column.is_key ? ring_u + row.place(row.history + column.token) * P : out + column.token * p.out_token;
+        to[q][e] = column.token < row.tokens ? at : nullptr;
+      }
+  }
+};
+
+// One unit's outputs and corrections. `acc` holds the state's raw products; `values` are 16 columns of u of the history and, from
+// BUFFER_LEN on, of v of the new tokens; `outputs()` are DeltaOutputs.
+template <typename Outputs>
+__device__ __forceinline__ void delta_unit(const Row& row, int slab, const DeltaFactors& factors, const DeltaCoefficients& coefficients,
+                                           const Act* values, const Outputs& outputs, float (&acc)[COLUMN_TILES][4], int lane) {
 #pragma unroll
   for (int q = 0; q < COLUMN_TILES; ++q)
 #pragma unroll
@@ -158,7 +188,9 @@ __device__ __forceinline__ void delta_unit(const Params& p, const Row& row, int 
       const float lead = factors.lead[Column(q * 8 + lane % 4 * 2 + e).row()];
       acc[q][e] *= lead, acc[q][2 + e] *= lead;
     }
-  for (int s = 0; 16 * s < row.history; ++s) {
+#pragma unroll
+  for (int s = 0; s < (BUFFER_LEN + 15) / 16; ++s) {
+    if (16 * s >= row.history) break;
     u32 u[ACT_TERMS][4];
     value_fragment(u, values, s, row.history, lane);
     coefficients.multiply(acc, u, s, lane, [](int column) { return Column(column).row(); });
@@ -169,19 +201,14 @@ __device__ __forceinline__ void delta_unit(const Params& p, const Row& row, int 
     for (int e = 0; e < ELEMENTS; ++e) {
       const Column column(q * 8 + lane % 4 * 2 + e);
       if (!column.is_key) continue;
-      const Act* v = values + (row.history + min(column.token, row.tokens - 1)) * VALUE_PITCH + lane / 4;
+      const Act* v = values + (BUFFER_LEN + min(column.token, row.tokens - 1)) * VALUE_PITCH + lane / 4;
       acc[q][e] += to_float(v[0]), acc[q][2 + e] += to_float(v[8]);
     }
   add_fresh(row, factors, acc, lane);
-  Act* out = static_cast<Act*>(p.out) + row.first * p.out_row + head * p.out_outer + slab * 16 + lane / 4;
-  Act* ring_u = static_cast<Act*>(p.ring_u) + row.slot * p.ring_u_slot + i64(head) * RING_LEN * P + slab * 16 + lane / 4;
+  const DeltaOutputs out = outputs();
 #pragma unroll
   for (int q = 0; q < COLUMN_TILES; ++q)
 #pragma unroll
-    for (int e = 0; e < ELEMENTS; ++e) {
-      const Column column(q * 8 + lane % 4 * 2 + e);
-      if (column.token >= row.tokens) continue;
-      Act* to = column.is_key ? ring_u + row.place(row.history + column.token) * P : out + column.token * p.out_token;
-      to[0] = from_float<Act>(acc[q][e]), to[8] = from_float<Act>(acc[q][2 + e]);
-    }
+    for (int e = 0; e < ELEMENTS; ++e)
+      if (Act* to = out.to[q][e]) to[slab * 16] = from_float<Act>(acc[q][e]), to[slab * 16 + 8] = from_float<Act>(acc[q][2 + e]);
 }

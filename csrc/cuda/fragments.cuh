@@ -270,46 +270,56 @@ __device__ __forceinline__ void prefetch_rest(const Place& place, int lane) {
   if (Whole::LOADS == 2 || Whole::COPIED) prefetch_plane(place, Whole::LOADS - 1, lane);
 }
 
-// Gram tile: up to 16 queries (8 unless WIDE) against 8 keys, over N columns. `query_row(i)` is the row of query i, `to(i)` where its
-// eight products go, null where they are of no use. Queries are the rows of A, so a lane ends with two neighbouring keys of one
-// query. Three orders of terms, because norms and the exact fold rest on it.
-template <bool WIDE, typename QueryRow, typename Keys, typename To>
-__device__ __forceinline__ void gram_tile(QueryRow query_row, Keys key_rows, To to, int lane) {
-  constexpr int VEC = 8;
-  float acc[4] = {};
-  const Keys key_row = key_rows.row(lane / 4);
-  const auto query_row_0 = query_row(lane / 4), query_row_8 = query_row(8 + lane / 4);
-  constexpr int TERMS = decltype(query_row(0))::TERMS;
-#pragma unroll 4
+// Gram products: acc[i] += up to 16 queries (8 unless WIDE) against the 8 keys of tile i, over N columns; a lane brings the rows of queries
+// lane / 4 and 8 + lane / 4 and of key lane / 4. Queries are the rows of A, so a lane ends with two neighbouring keys of one query. Three
+// orders of terms, because norms and the exact fold rest on it.
+template <bool WIDE, int COUNT, typename Queries, typename Keys>
+__device__ __forceinline__ void gram_product(float (&acc)[COUNT][4], Queries query_row, Queries query_row_8, const Keys (&key_row)[COUNT],
+                                             int lane) {
+  constexpr int VEC = 8, TERMS = Queries::TERMS;
+#pragma unroll(TERMS == 1 ? 4 : 2)
   for (int run = 0; run < N / (4 * VEC); ++run) {
     const int column = (run * 4 + lane % 4) * VEC;
-    Run<VEC, Keys::TERMS> key;
+    Run<VEC, Keys::TERMS> key[COUNT];
     Run<VEC, TERMS> query, query_8;
-    key_row.load(key, column);
-    query_row_0.load(query, column);
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) key_row[i].load(key[i], column);
+    query_row.load(query, column);
     if constexpr (WIDE) query_row_8.load(query_8, column);
 #pragma unroll
     for (int s = 0; s < VEC / 4; ++s) {
-      u32 a[TERMS][4], b[Keys::TERMS][2];
-      key.b_fragment(b, s);
+      u32 a[TERMS][4];
 #pragma unroll
       for (int n = 0; n < TERMS; ++n) {
         a[n][0] = query.pair[n][2 * s], a[n][2] = query.pair[n][2 * s + 1];
         a[n][1] = WIDE ? query_8.pair[n][2 * s] : 0, a[n][3] = WIDE ? query_8.pair[n][2 * s + 1] : 0;
       }
-      mma_terms<3>(acc, a, b);
+#pragma unroll
+      for (int i = 0; i < COUNT; ++i) {
+        u32 b[Keys::TERMS][2];
+        key[i].b_fragment(b, s);
+        mma_terms<3>(acc[i], a, b);
+      }
     }
   }
+}
+
+// One tile of it: `query_row(i)` is the row of query i, `to(i)` where its eight products go, null where they are of no use.
+template <bool WIDE, typename QueryRow, typename Keys, typename To>
+__device__ __forceinline__ void gram_tile(QueryRow query_row, Keys key_rows, To to, int lane) {
+  float acc[1][4] = {};
+  const Keys key_row[1] = {key_rows.row(lane / 4)};
+  gram_product<WIDE>(acc, query_row(lane / 4), query_row(8 + lane / 4), key_row, lane);
 #pragma unroll
   for (int half = 0; half <= int(WIDE); ++half)
-    if (float* gram = to(lane / 4 + half * 8)) gram[2 * (lane % 4)] = acc[2 * half], gram[2 * (lane % 4) + 1] = acc[2 * half + 1];
+    if (float* gram = to(lane / 4 + half * 8)) gram[2 * (lane % 4)] = acc[0][2 * half], gram[2 * (lane % 4) + 1] = acc[0][2 * half + 1];
 }
 
 // Coefficients of the ring's values in ROWS columns, as bf16 terms of pairs of entries: the B fragments of the ring's product.
-template <int ROWS>
+template <int ROWS, int COUNT = ENTRIES>
 struct Coefficients {
   static constexpr int TERMS = ACT_TERMS == 3 ? 3 : 2;  // outputs are rounded to the activations' precision anyway
-  static constexpr int ROW = ENTRIES / 2 + 4;           // rows 20 banks apart (or 12, 28): conflict-free
+  static constexpr int ROW = COUNT / 2 + 4;             // rows 20 banks apart (or 12, 28, 36): conflict-free
   u32 pair[TERMS][ROWS][ROW];
 
   __device__ void put(int row, int first_entry, float low, float high) {
@@ -334,18 +344,18 @@ struct Coefficients {
   }
 };
 
-// Rows of WIDTH activations in pieces of 16 bytes, by THREADS threads of which this is number `thread`.
+// Rows of WIDTH activations in pieces of 16 bytes, by `groups` times THREADS threads of which this is number `thread`.
 constexpr int PIECE_ELEMENTS = 16 / int(sizeof(Act)), BLOCK_THREADS = WARPS * 32;
 template <int WIDTH, int THREADS, typename Copy>
-__device__ __forceinline__ void each_piece(int rows, int thread, const Copy& copy) {
+__device__ __forceinline__ void each_piece(int rows, int thread, const Copy& copy, int groups = 1) {
   constexpr int PER_ROW = WIDTH / PIECE_ELEMENTS;
   if constexpr (THREADS % PER_ROW == 0) {
     const int offset = thread % PER_ROW * PIECE_ELEMENTS;
 #pragma unroll 1
-    for (int row = thread / PER_ROW; row < rows; row += THREADS / PER_ROW) copy(row, offset);
+    for (int row = thread / PER_ROW; row < rows; row += groups * (THREADS / PER_ROW)) copy(row, offset);
   } else {
 #pragma unroll 1
-    for (int i = thread; i < rows * PER_ROW; i += THREADS) copy(i / PER_ROW, i % PER_ROW * PIECE_ELEMENTS);
+    for (int i = thread; i < rows * PER_ROW; i += groups * THREADS) copy(i / PER_ROW, i % PER_ROW * PIECE_ELEMENTS);
   }
 }
 

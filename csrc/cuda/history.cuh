@@ -22,24 +22,34 @@ __device__ __forceinline__ void load_history(float (&value)[SEGMENTS], const flo
   }
 }
 
-// Sum of the values, by one warp; each[j] = that of entry j, after[j] = the sum of the entries later than j. Sums run backwards from the
-// newest entry: differences of prefix sums would lose accuracy where gates are strong.
-__device__ __forceinline__ float sums_from_newest(const float (&value)[SEGMENTS], const History& row, float* each, float* after, int lane) {
+// Sum of the values, by one warp: keep(segment, after) for each a lane holds, with the sum of the entries later than it. Sums run backwards
+// from the newest entry: differences of prefix sums would lose accuracy where gates are strong.
+template <typename Keep>
+__device__ __forceinline__ float sums_from_newest(const float (&value)[SEGMENTS], const Keep& keep, int lane) {
   float later = 0.f;
 #pragma unroll
   for (int segment = SEGMENTS - 1; segment >= 0; --segment) {
-    const int entry = segment * 32 + lane;
     float sum = value[segment];
 #pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
+    for (int step = 1; step < (BUFFER_LEN < 32 ? BUFFER_LEN : 32); step *= 2) {
       const float other = __shfl_down_sync(~0u, sum, step);
       if (lane + step < 32) sum += other;
     }
     const float exclusive = __shfl_down_sync(~0u, sum, 1);
-    if (entry < row.history) each[entry] = value[segment], after[entry] = (lane < 31 ? exclusive : 0.f) + later;
+    keep(segment, (lane < 31 ? exclusive : 0.f) + later);
     later += __shfl_sync(~0u, sum, 0);
   }
   return later;
+}
+// The same, to shared memory: each[j] = entry j, after[j] = the sum of those later than j.
+__device__ __forceinline__ float sums_from_newest(const float (&value)[SEGMENTS], const History& row, float* each, float* after, int lane) {
+  return sums_from_newest(
+      value,
+      [&](int segment, float later) {
+        const int entry = segment * 32 + lane;
+        if (entry < row.history) each[entry] = value[segment], after[entry] = later;
+      },
+      lane);
 }
 
 __device__ __forceinline__ float warp_sum(float value) {

@@ -2,7 +2,7 @@
 // and each computes for itself what the head's outputs take: nobody waits for anybody.
 struct Share {
   int at;             // head of the block
-  int part, parts;    // those of the block who serve it
+  int part, parts;    // warps that share the head
   int first, stride;  // slabs
   bool leads;         // writes the head's new entries to the ring
 
@@ -13,5 +13,21 @@ struct Share {
     parts = heads == 1 ? WARPS : heads == 2 ? WARPS / 2 : heads == 3 && at == 0 ? 2 : 1;
     first = blockIdx.z * parts + part, stride = gridDim.z * parts;
     leads = first == 0;
+  }
+};
+
+// The heads of a block: so many of one group, or what is left of it. Without divisions by what the compiler does not know.
+struct BlockHeads {
+  int group, chunk, first, count;
+
+  __device__ explicit BlockHeads(int most) {
+    constexpr u32 CHUNKS[] = {HEADS_PER_GROUP, (HEADS_PER_GROUP + 1) / 2, (HEADS_PER_GROUP + 2) / 3, (HEADS_PER_GROUP + 3) / 4};
+    group = most == 1   ? blockIdx.x / CHUNKS[0]
+            : most == 2 ? blockIdx.x / CHUNKS[1]
+            : most == 3 ? blockIdx.x / CHUNKS[2]
+                        : blockIdx.x / CHUNKS[3];
+    chunk = blockIdx.x - group * (most == 1 ? CHUNKS[0] : most == 2 ? CHUNKS[1] : most == 3 ? CHUNKS[2] : CHUNKS[3]);
+    first = group * HEADS_PER_GROUP + chunk * most;
+    count = min(most, HEADS_PER_GROUP - chunk * most);
   }
 };
