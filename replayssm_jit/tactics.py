@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.resources
+import json
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
@@ -50,13 +52,12 @@ def shared_memory(spec: ReplaySpec) -> SharedMemory:
     """Shared memory of a spec's step kernel."""
     act, tokens, length, ring = spec.dtype.itemsize, spec.max_tokens, spec.buffer_len, spec.ring_len
     entries = _round_up(ring, 16)
-    gram_row = (entries + 8) * 4
     row, value_row = spec.state_dim * act + 16, spec.head_dim * act + 16
     terms = 3 if act == 4 else 2
     coefficients = terms * tokens * (entries // 2 + 4) * 4
     if spec.family == "mamba2":
-        own = ring * value_row + coefficients + tokens * gram_row + (2 * ring + 2 * tokens + length + 4) * 4
-        return SharedMemory((tokens + _round_up(ring, 8)) * row, 0, _round_up(own, 16))
+        own = coefficients + (tokens + length + 2) * 4
+        return SharedMemory((tokens + _round_up(ring, 8)) * row, ring * value_row, _round_up(own, 16))
 
     coefficients = terms * 2 * tokens * (_round_up(length, 16) // 2 + 4) * 4
     tiles = -(-tokens // 8)
@@ -106,7 +107,7 @@ def min_blocks(spec: ReplaySpec) -> int:
     if spec.family == "mamba2":
         if spec.buffer_len > 32 or spec.dtype is torch.float32:
             return 3
-        if narrow and spec.buffer_len <= 16 and spec.max_tokens <= (1 if spec.state_format == "fp16" else 2):
+        if narrow and spec.buffer_len <= 16 and spec.max_tokens == 1:
             return 5
         return 3 if spec.max_tokens > 8 or spec.state_dim > 128 else 4
     if spec.max_tokens > 8 or (spec.family == "kda" and spec.buffer_len > 32):
@@ -136,6 +137,18 @@ def too_large(spec: ReplaySpec, smem: int, smem_limit: int) -> ValueError:
     )
 
 
+@cache
+def _measured() -> dict[str, list[list[int]]]:
+    text = importlib.resources.files(__package__).joinpath("data/tactics.json").read_text(encoding="utf-8")
+    table: dict[str, list[list[int]]] = json.loads(text)["heads_per_block"]
+    return table
+
+
+def measured_heads(family: str, size: int) -> int:
+    """Heads a block should serve where a batch has ``size`` of them, rows times heads: data/tactics.json, by benchmarks/tune.py."""
+    return [heads for least, heads in _measured()[family] if least <= size][-1]
+
+
 def heads_per_block(spec: ReplaySpec, rows: int, smem_limit: int) -> int:
     """Heads a block serves: as few as it takes to fill the device, more where the batch is large.
 
@@ -155,26 +168,11 @@ def heads_per_block(spec: ReplaySpec, rows: int, smem_limit: int) -> int:
     """
     if smem_bytes(spec, 1) > smem_limit:
         raise too_large(spec, smem_bytes(spec, 1), smem_limit)
-    if spec.family == "kda":
-        return _kda_heads_per_block(spec, rows, smem_limit)
-    ratio = spec.heads // spec.groups_
-    most = 1 if rows * spec.heads < 2048 else 2 if rows * spec.heads < 8192 else 4
-    heads = min(ratio, most, warps(spec))
-    reserved, per_head = 1024, shared_memory(spec).per_head  # by the system, a block
-    while heads > 1 and per_head and (smem_bytes(spec, heads) + reserved) * min_blocks(spec) > smem_limit + reserved:
+    most = spec.heads if spec.family == "kda" else spec.heads // spec.groups_
+    heads = min(most, measured_heads(spec.family, rows * spec.heads), warps(spec))
+    reserved = 1024  # by the system, a block
+    while heads > 1 and (smem_bytes(spec, heads) + reserved) * min_blocks(spec) > smem_limit + reserved:
         heads -= 1
-    return heads
-
-
-def _kda_heads_per_block(spec: ReplaySpec, rows: int, smem_limit: int) -> int:
-    heads = warps(spec)
-    reserved = 1024
-    while heads > 1 and (
-        heads // 2 >= spec.heads
-        or rows * spec.heads < 512 * heads
-        or (smem_bytes(spec, heads) + reserved) * min_blocks(spec) > smem_limit + reserved
-    ):
-        heads //= 2
     return heads
 
 
