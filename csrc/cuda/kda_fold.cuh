@@ -100,9 +100,9 @@ __device__ __forceinline__ void make_fold_factors(const History& row, const Laye
                                                   int warp) {
   const int channel = lane * CHANNELS, h = row.history, links = max((h + LINK - 1) / LINK, 1);
   const i64 first_key = head / HEADS_PER_GROUP * i64(RING_LEN), first = head * i64(RING_LEN);  // entries
-  const Act* ring_k = static_cast<const Act*>(layer.ring_k) + row.slot * layer.ring_k_slot + first_key * N + channel;
+  const Act* ring_k = opaque(static_cast<const Act*>(layer.ring_k) + row.slot * layer.ring_k_slot + first_key * N + channel);
   const float* ring_k_norm = static_cast<const float*>(layer.ring_k_norm) + row.slot * layer.ring_k_norm_slot + first_key;
-  const float* ring_g = static_cast<const float*>(layer.ring_g) + row.slot * layer.ring_g_slot + first * N + channel;
+  const float* ring_g = opaque(static_cast<const float*>(layer.ring_g) + row.slot * layer.ring_g_slot + first * N + channel);
   const float* ring_beta = static_cast<const float*>(layer.ring_beta) + row.slot * layer.ring_beta_slot + first;
 
   struct Link {
