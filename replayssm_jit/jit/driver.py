@@ -16,6 +16,7 @@ except ImportError as error:
     raise DriverError(f"cuda-python is not installed ({error}): pip install 'replayssm-jit[cu13]' or [cu12]") from error
 
 _OLDEST = (8, 0)
+_NO_CONTEXT = int(cu.CUresult.CUDA_ERROR_INVALID_CONTEXT)
 _MAX_CALLS = 8192
 
 
@@ -59,8 +60,8 @@ class CudaKernel:
         self.device = device
         _init()
         handle = _checked(f"cuDeviceGet({device})", cu.cuDeviceGet(device))
-        context = _checked("cuDevicePrimaryCtxRetain", cu.cuDevicePrimaryCtxRetain(handle))
-        _checked("cuCtxPushCurrent", cu.cuCtxPushCurrent(context))
+        self._context = _checked("cuDevicePrimaryCtxRetain", cu.cuDevicePrimaryCtxRetain(handle))
+        _checked("cuCtxPushCurrent", cu.cuCtxPushCurrent(self._context))
         try:
             self._module = _checked(f"loading {entry.name} on GPU {device}", cu.cuModuleLoadData(entry.binary))
             name = entry.meta["entry_point"].encode()
@@ -94,8 +95,8 @@ class CudaKernel:
         With ``overlap``, on devices from sm_90 on, its blocks may start while the kernel before it in the stream still runs: for
         kernels that wait before they touch memory (``griddepcontrol.wait``).
 
-        The driver copies the struct before this returns, so the buffer may be rewritten at once. The device's primary
-        context must be current in this thread, as torch leaves it.
+        The driver copies the struct before this returns, so the buffer may be rewritten at once. The device's primary context becomes
+        current in a thread that has none: torch does not see to that before a thread's first work of its own.
 
         Raises
         ------
@@ -109,6 +110,9 @@ class CudaKernel:
                 self._calls = {}
             call = self._calls[key] = self._prepare(*key)
         result = call()
+        if result == _NO_CONTEXT:
+            _checked("cuCtxSetCurrent", cu.cuCtxSetCurrent(self._context))
+            result = call()
         if result:
             raise DriverError(f"{self.entry.name}: launching grid={grid} block={block} smem={smem} failed: {cu.CUresult(result).name}")
 

@@ -2,6 +2,7 @@
 
 import ctypes
 import itertools
+import threading
 
 import pytest
 from jit_helpers import PARAMS, module
@@ -102,9 +103,36 @@ def run(kernel, memory, count=4, **launch):
     return list(target)
 
 
+def test_a_thread_without_a_context_gets_one(monkeypatch):
+    """A thread that has not used the device before: the first launch makes the primary context current and is tried again."""
+    kernel, current = object.__new__(driver.CudaKernel), []
+    kernel._context, kernel._calls = "primary", {}
+    missing = int(cu.CUresult.CUDA_ERROR_INVALID_CONTEXT)
+    monkeypatch.setattr(driver.CudaKernel, "_prepare", lambda self, *key: lambda: 0 if current else missing)
+    monkeypatch.setattr(cu, "cuCtxSetCurrent", lambda context: good(*current.append(context) or ()))
+    kernel.launch(1)
+    kernel.launch(1)
+    assert current == ["primary"]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(NO_DEVICE, reason="no CUDA device")
 class TestOnGpu:
+    def test_launch_from_a_fresh_thread(self, home, memory):
+        kernel, found = jit.load(module("cuda", 5)), []
+
+        def work():
+            buffer = PARAMS.buffer()
+            PARAMS.pack(buffer, input=memory, output=memory + 4096, count=1)
+            kernel.launch(ctypes.addressof(buffer), (1, 1, 1), 32)
+            found.append(driver._checked("current", cu.cuCtxGetCurrent()))
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        driver._checked("synchronise", cu.cuCtxSynchronize())
+        assert int(found[0])
+
     def test_launch(self, home, memory):
         kernel = jit.load(module("cuda", 5))
         assert jit.load(module("cuda", 5), device=0) is kernel
