@@ -1,0 +1,35 @@
+"""Launch geometry: the measured table, and what becomes of it where heads or shared memory are few."""
+
+import pytest
+from harness import FAMILIES, small_spec
+
+from replayssm_jit import GdnSpec, tactics
+
+H200 = 227 << 10
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_table(family):
+    """It starts at zero, rises, and names no more heads than a block has warps."""
+    sizes, heads = zip(*tactics._measured()[family], strict=True)
+    assert sizes[0] == 0
+    assert list(sizes) == sorted(set(sizes))
+    assert set(heads) <= {1, 2, 4}
+    assert list(heads) == sorted(set(heads))
+
+
+def test_heads_of_a_block():
+    """As the table says, at most the heads of a key head, fewer where shared memory would let fewer blocks run."""
+    shape = {"head_dim": 128, "state_dim": 128}
+    spec = GdnSpec(heads=64, key_heads=16, **shape)
+    assert [tactics.heads_per_block(spec, rows, H200) for rows in (1, 64, 256)] == [1, 2, 4]
+    assert tactics.heads_per_block(GdnSpec(heads=64, key_heads=64, **shape), 256, H200) == 1
+    limit = tactics.smem_bytes(spec, 2) * tactics.min_blocks(spec) + 3 * 1024
+    assert tactics.heads_per_block(spec, 256, limit) == 2
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_device_with_too_little_memory(family):
+    spec = small_spec(family)
+    with pytest.raises(ValueError, match=r"need \d+ bytes of shared memory a block, but this device has 1024"):
+        tactics.heads_per_block(spec, 1, 1024)
