@@ -56,15 +56,16 @@ def test_alone_and_in_any_batch(family, state_format, device):
                     assert same_bits(harness.cache.layers[0][name][s], want), f"slot {s}: {name} differs in a batch of {len(batch)}"
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_heads_of_a_block(family, device, monkeypatch):
-    """However many heads a block serves, alone or by several of its warps."""
+def test_heads_of_a_block(family, head_dim, device, monkeypatch):
+    """However many heads a block serves, alone or by several of its warps, and where two blocks share a head's rows."""
     if device.type == "cpu" and kernels.backend_of(device) == "cpu":
         pytest.skip("blocks are a matter of CUDA")
     results = []
     for heads in (1, 2, 3, 4) if family == "kda" else (1, 2, 3):
         monkeypatch.setattr(tactics, "heads_per_block", lambda *_, heads=heads: heads)
-        harness, inputs = prepared(family, device, 6)
+        harness, inputs = prepared(family, device, 6, head_dim=head_dim)
         out = run(harness, inputs, list(range(6)))
         results.append((out, snapshot(harness.cache)))
     for out, after in results[1:]:

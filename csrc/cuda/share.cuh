@@ -11,7 +11,7 @@ struct Share {
     at = heads == 3 ? warp % 3 : warp & (heads - 1);
     part = heads == 1 ? warp : heads == 2 ? warp / 2 : warp != at;
     parts = heads == 1 ? WARPS : heads == 2 ? WARPS / 2 : heads == 3 && at == 0 ? 2 : 1;
-    first = blockIdx.z * parts + part, stride = gridDim.z * parts;
+    first = part * gridDim.z + blockIdx.z, stride = gridDim.z * parts;  // a block's slabs depend on blockIdx.z alone
     leads = first == 0;
   }
 };
