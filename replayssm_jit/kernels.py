@@ -181,6 +181,7 @@ class StepKernel:
         self.spec, self.params, self._device = spec, spec.step_params, device
         self._kernel = load(spec.module(kind, backend), device)
         self._backend = backend
+        self._geometry = cache(self._find_geometry)  # asked for at every step, by size of the batch
         self.plan(rows=1)  # a shape that does not fit the device is refused here, not at the first batch
 
     def ordered(self, rows: int) -> bool:
@@ -193,15 +194,21 @@ class StepKernel:
         kernel = self._kernel
         if self._backend == "cpu":
             return fields, lambda address: kernel.launch(address)
-        heads = tactics.heads_per_block(self.spec, rows, kernel.max_dynamic_smem)
+        heads, launch = self._geometry(rows)
+        return fields | {"heads_per_block": heads}, launch
+
+    def _find_geometry(self, rows: int) -> tuple[int, Callable[[int], None]]:
+        """Heads a block, and the launch with it."""
+        heads = tactics.heads_per_block(self.spec, rows, self._kernel.max_dynamic_smem)
         blocks = tactics.blocks(self.spec, heads)
         grid = (blocks, rows, tactics.splits(self.spec, blocks * rows))
-        smem, threads, device = tactics.smem_bytes(self.spec, heads), tactics.warps(self.spec) * 32, self._device
+        smem, threads = tactics.smem_bytes(self.spec, heads), tactics.warps(self.spec) * 32
+        kernel, device = self._kernel, self._device
 
         def launch_cuda(address: int) -> None:
             kernel.launch(address, grid, threads, smem, current_stream(device), True)
 
-        return fields | {"heads_per_block": heads}, launch_cuda
+        return heads, launch_cuda
 
 
 def one_plane(spec: ReplaySpec) -> ReplaySpec:
