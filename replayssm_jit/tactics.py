@@ -29,7 +29,7 @@ class SharedMemory:
 
     fixed: int
     per_head: int
-    per_warp: int = 0
+    per_warp: int
 
 
 @cache
@@ -38,10 +38,10 @@ def fold_smem(spec: ReplaySpec) -> int:
     act, length = spec.dtype.itemsize, spec.buffer_len
     row, value_row = spec.state_dim * act + 16, spec.head_dim * act + 16
     if spec.family == "mamba2":
-        return _round_up(length * (row + value_row) + (3 * length + 1) * 4, 16)
+        return _round_up(length * (row + value_row) + (length + 1) * 4, 16)
     factors = _fold_factors(spec)
     if spec.family == "gdn":
-        return _round_up(_round_up(length, 8) * row + factors + (3 * length + 1) * 4, 16)
+        return _round_up(_round_up(length, 8) * row + factors + 2 * length * 4, 16)
     split_row, float_row = (spec.state_dim + 8) * 2, (spec.state_dim + 4) * 4
     columns = length * (float_row + (3 * split_row if length <= 32 else float_row))
     return _round_up(columns + (-(-length // 4) + 1) * spec.state_dim * 4 + factors, 16)
@@ -51,12 +51,10 @@ def fold_smem(spec: ReplaySpec) -> int:
 def shared_memory(spec: ReplaySpec) -> SharedMemory:
     """Shared memory of a spec's step kernel."""
     act, tokens, length, ring = spec.dtype.itemsize, spec.max_tokens, spec.buffer_len, spec.ring_len
-    entries = _round_up(ring, 16)
     row, value_row = spec.state_dim * act + 16, spec.head_dim * act + 16
     terms = 3 if act == 4 else 2
-    coefficients = terms * tokens * (entries // 2 + 4) * 4
     if spec.family == "mamba2":
-        own = coefficients + (tokens + length + 2) * 4
+        own = terms * tokens * (_round_up(ring, 16) // 2 + 4) * 4 + (tokens + length + 2) * 4
         return SharedMemory((tokens + _round_up(ring, 8)) * row, ring * value_row, _round_up(own, 16))
 
     coefficients = terms * 2 * tokens * (_round_up(length, 16) // 2 + 4) * 4
@@ -88,7 +86,7 @@ def constants(spec: ReplaySpec, kind: str) -> dict[str, int]:
     memory, blocks = shared_memory(spec), min_blocks(spec)
     if kind == "tree":  # paths take registers, too
         blocks = min(blocks, 2 if spec.family == "kda" and spec.dtype is torch.float32 else 3)
-    sizes = {"smem": smem_bytes(spec, 1), "smem_fixed": memory.fixed, "smem_per_head": memory.per_head, "smem_per_warp": memory.per_warp}
+    sizes = {"smem": smem_bytes(spec, 1), "smem_per_head": memory.per_head, "smem_per_warp": memory.per_warp}
     return {**sizes, "warps": warps(spec), "min_blocks": blocks}
 
 
@@ -121,7 +119,7 @@ def min_blocks(spec: ReplaySpec) -> int:
 def smem_bytes(spec: ReplaySpec, heads: int) -> int:
     """Dynamic shared memory of a block that serves ``heads`` heads."""
     memory = shared_memory(spec)
-    step = memory.fixed + heads * memory.per_head + (warps(spec) * memory.per_warp if memory.per_warp else 0)
+    step = memory.fixed + heads * memory.per_head + warps(spec) * memory.per_warp
     return max(step, fold_smem(spec)) if spec.family == "kda" else step  # whose folds take the memory of all its heads
 
 

@@ -41,22 +41,6 @@ __device__ __forceinline__ float sums_from_newest(const float (&value)[SEGMENTS]
   }
   return later;
 }
-// The same, to shared memory: each[j] = entry j, after[j] = the sum of those later than j.
-__device__ __forceinline__ float sums_from_newest(const float (&value)[SEGMENTS], const History& row, float* each, float* after, int lane) {
-  return sums_from_newest(
-      value,
-      [&](int segment, float later) {
-        const int entry = segment * 32 + lane;
-        if (entry < row.history) each[entry] = value[segment], after[entry] = later;
-      },
-      lane);
-}
-
-__device__ __forceinline__ float warp_sum(float value) {
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(~0u, value, step);
-  return value;
-}
 
 // Sums over all lanes of COUNT values, a power of two: a lane ends with that of value lane % COUNT. LEFT of them still stand apart.
 template <int COUNT, int LEFT = COUNT>
