@@ -544,7 +544,7 @@ class ReplayCache:
     def step_fields(self, layer: int) -> dict[str, int]:
         """Fields of the step's parameter struct that the cache decides."""
         cursors = {name: self.cursors[name].data_ptr() for name in self.spec.step_cursors}
-        return self.layer_fields(layer) | cursors | {"layer": layer}
+        return self.layer_fields(layer) | cursors | {"layer": layer, "num_slots": self.num_slots}
 
     def check_layer(self, layer: object) -> None:
         """Refuse what is no layer of this cache."""

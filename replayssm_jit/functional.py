@@ -291,7 +291,8 @@ def _step(
         "cu_seqlens": cu_seqlens,
         "parents": parents,
     }
-    return step.run(given, dict(zip(step.inputs, inputs, strict=True)), layer=layer, pad_slot=pad_slot)
+    fields = {"layer": layer, "pad_slot": pad_slot, "num_slots": cache[0].shape[0]}
+    return step.run(given, dict(zip(step.inputs, inputs, strict=True)), **fields)
 
 
 @_step.register_fake

@@ -343,7 +343,7 @@ class ReplaySpec:
                 *(f"{name}_{axis}" for name in tokens for axis in ("row", "token", "outer")),
             ),
             # keep_padding leaves the outputs of padding rows as they are, instead of zero.
-            i32=("rows", "tokens", "num_heads", "pad_slot", "keep_padding", "aligned", "heads_per_block", "threads", "layer"),
+            i32=("rows", "tokens", "num_heads", "num_slots", "pad_slot", "keep_padding", "aligned", "heads_per_block", "threads", "layer"),
         )
 
     @cached_property

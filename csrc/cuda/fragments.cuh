@@ -207,6 +207,12 @@ struct Piece {
     if (Whole::SCALED && piece == 0) scale_top = place.row_scale(0) * Read::UNIT, scale_bottom = place.row_scale(8) * Read::UNIT;
   }
 
+  // All pieces of a unit on their way to L2.
+  __device__ static void ask(const Place& place) {
+#pragma unroll
+    for (int at = 0; at < RUNS * RUN_BYTES; at += 128) prefetch(place.read() + at), prefetch(place.read() + at + 8 * READ_PITCH);
+  }
+
   // acc[q] += (16 rows of the state) x (8 columns): a lane brings the row of column lane / 4 of each tile.
   template <int Q, typename Rows>
   __device__ void multiply(float (&acc)[Q][4], const Rows (&column)[Q], int piece, int lane) const {

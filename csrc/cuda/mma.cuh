@@ -108,6 +108,12 @@ __device__ __forceinline__ void load_vector(u32 (&out)[4], const void* from) {
 __device__ __forceinline__ void load_vector(u32 (&out)[2], const void* from) {
   asm volatile("ld.global.L2::128B.v2.u32 { %0, %1}, [%2];" : "=r"(out[0]), "=r"(out[1]) : "l"(from) : "memory");
 }
+// Past L1, whose copy might outlive a wait for who writes it.
+__device__ __forceinline__ int load_early(const void* from) {
+  int out;
+  asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(out) : "l"(from) : "memory");
+  return out;
+}
 __device__ __forceinline__ void prefetch(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
 __device__ __forceinline__ void store_vector(void* to, const u32 (&value)[4]) {
   *static_cast<uint4*>(to) = make_uint4(value[0], value[1], value[2], value[3]);
@@ -115,7 +121,7 @@ __device__ __forceinline__ void store_vector(void* to, const u32 (&value)[4]) {
 
 __device__ __forceinline__ void store_vector(void* to, const u32 (&value)[2]) { *static_cast<uint2*>(to) = make_uint2(value[0], value[1]); }
 
-// A kernel may start while the one before it in the stream still runs, as far as it touches no memory; what follows sees all that the
+// A kernel may start while the one before it in the stream still runs, as far as it relies on no memory; what follows sees all that the
 // one before has written. The next kernel may then start, too.
 __device__ __forceinline__ void wait_for_predecessor() {
 #if __CUDA_ARCH__ >= 900

@@ -97,11 +97,19 @@ __device__ __forceinline__ void stage_entries(Act* to, int pitch, const Row& row
       groups);
 }
 
-// Where a batch is small, one memory latency after the other is all that a step takes. Rings are then asked for before the cursors say
-// which entries they hold; with many rows that would be bytes for nothing.
-constexpr int FEW_ROWS = 16;
-template <int WIDTH>
-__device__ __forceinline__ void prefetch_ring(const Act* ring, int thread, int threads) {
-  constexpr int LINES = (RING_LEN * WIDTH * int(sizeof(Act)) + 127) / 128;
+// Where a batch is small, one memory latency after the other is all that a step takes. Its blocks then ask for what their rows will need
+// while the kernel before still runs: state, and rings before the cursors say which entries they hold. In large batches both would only
+// be in the way of others.
+constexpr int FEW_HEADS = 1024;  // of all rows, as measured
+
+// The row's slot as it is now, which the kernel before may be about to change: good enough to ask for memory with. -1: there is none.
+__device__ __forceinline__ int early_slot(const Params& p) {
+  if (p.rows * p.num_heads >= FEW_HEADS) return -1;
+  const int slot = load_early(static_cast<const int*>(p.slots) + blockIdx.y);
+  return u32(slot) < u32(p.num_slots) ? slot : -1;
+}
+template <int WIDTH, typename T>
+__device__ __forceinline__ void prefetch_ring(const T* ring, int thread, int threads) {
+  constexpr int LINES = (RING_LEN * WIDTH * int(sizeof(T)) + 127) / 128;
   for (int line = thread; line < LINES; line += threads) prefetch(reinterpret_cast<const char*>(ring) + line * 128);
 }

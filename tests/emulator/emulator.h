@@ -397,5 +397,6 @@ inline void ptx_ld_global_L2_128B_v2_u32(uint32_t& r0, uint32_t& r1, const void*
   r0 = words[0], r1 = words[1];
 }
 inline void ptx_prefetch_global_L2(const void*) {}
+inline void ptx_ld_global_cg_s32(int& value, const void* from) { std::memcpy(&value, from, 4); }
 inline void ptx_griddepcontrol_wait() {}
 inline void ptx_griddepcontrol_launch_dependents() {}
