@@ -188,3 +188,145 @@ def test_impossible_acceptance_in_a_graph():
     with pytest.raises(RuntimeError, match="num_accepted"):
         harness.cache.check()
     harness.finish()
+
+
+#: Cycles that work keeps its stream busy: what is not waited for comes too late.
+SPIN = 200_000
+
+
+class AmongOtherNodes:
+    """Four steps of all layers, each behind another kind of node: a step is launched before what precedes it has ended.
+
+    The steps share their slots and, but for the last one, the tensors of their inputs, which are NaN until the nodes before write them.
+    """
+
+    def __init__(self, harness, rows):
+        self.harness, self.rows, self.tokens = harness, rows, harness.spec.max_tokens
+        self.given = [self.buffers() for _ in range(4)]  # what the steps are to read
+        self.shared, self.ahead = self.buffers(), self.buffers()  # what they read
+        shape = (4, LAYERS, rows, self.tokens, *harness.spec.shape("H", "P"))
+        self.outputs, self.echo = (torch.zeros(shape, dtype=harness.spec.dtype, device=harness.device) for _ in range(2))
+        self.accepted = torch.zeros(4, rows, dtype=torch.int32, device=harness.device)
+        self.side = torch.cuda.Stream()
+        self.wrapper, self.idle = (ReplayWrapper(harness.cache, use_cuda_graph=True, max_rows=rows) for _ in range(2))
+        for wrapper in (self.wrapper, self.idle):
+            wrapper.plan([-1] * rows, self.tokens)
+
+    def buffers(self):
+        example = self.harness.make_inputs(0)
+        shape, device = (self.rows, self.tokens), self.harness.device
+        return [{k: torch.zeros(*shape, *v.shape[1:], dtype=v.dtype, device=device) for k, v in example.items()} for _ in range(LAYERS)]
+
+    def copy(self, to, number):
+        """Ends with a copy, which is no kernel."""
+        for layer, inputs in enumerate(to):
+            for name, tensor in inputs.items():
+                tensor.copy_(self.given[number][layer][name])
+
+    def compute(self, to, number):
+        """Ends with a kernel that knows nothing of the one behind it."""
+        for layer, inputs in enumerate(to):
+            for name, tensor in inputs.items():
+                torch.mul(self.given[number][layer][name], 1, out=tensor)
+
+    def step(self, number, inputs):
+        for layer in range(LAYERS):
+            self.wrapper.run(layer, out=self.outputs[number, layer], **inputs[layer])
+
+    def commit(self, number):
+        self.wrapper.commit(self.wrapper.slots, self.tokens, self.accepted[number])
+
+    def __call__(self):
+        main, side = torch.cuda.current_stream(), self.side
+        # Behind the join of a stream, which goes on beside the next steps.
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(SPIN)
+            self.copy(self.shared, 0)
+            first = side.record_event()
+            torch.cuda._sleep(SPIN)
+            self.compute(self.ahead, 3)
+            last = side.record_event()
+        main.wait_event(first)
+        self.step(0, self.shared)
+        self.commit(0)
+        # Behind a copy.
+        torch.cuda._sleep(SPIN)
+        self.copy(self.shared, 1)
+        self.step(1, self.shared)
+        # Another stream reads the outputs while the same cache's slots go on.
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(SPIN)
+            self.echo[1].copy_(self.outputs[1])
+        self.commit(1)
+        # Behind a step that does nothing, which itself follows a kernel.
+        torch.cuda._sleep(SPIN)
+        self.compute(self.shared, 2)
+        self.idle.run(0, out=self.echo[2, 0], **self.shared[0])
+        self.step(2, self.shared)
+        main.wait_event(last)
+        torch.cuda._sleep(SPIN)
+        # Behind a commit.
+        self.commit(2)
+        self.step(3, self.ahead)
+        self.commit(3)
+        main.wait_stream(side)
+
+
+@pytest.mark.parametrize("captured", [True, False], ids=["captured", "in streams"])
+@pytest.mark.parametrize("rows", [4, 200])  # only in small batches does a step ask for memory before it waits
+@pytest.mark.parametrize("family", FAMILIES)
+def test_steps_among_other_nodes(family, rows, captured):
+    """The same bits as one launch at a time, though a step may start while what precedes it still runs."""
+    slots = rows + 2
+    harness, twin = (Harness(small_spec(family), "cuda", layers=LAYERS, slots=slots, seed=105, load=False) for _ in range(2))
+    for layer in range(LAYERS):
+        state = torch.randn(slots, *harness.spec.shape("H", "P", "N"), device="cuda")
+        for each in (harness, twin):
+            each.cache.load_state(layer, range(slots), state)
+    steps = AmongOtherNodes(harness, rows)
+    replay = steps
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # on padding alone
+        for _ in range(2):
+            steps()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    if captured:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            steps()
+        replay = graph.replay
+    for _ in range(8):
+        count = harness.randint(1, rows)
+        chosen = torch.randperm(slots, generator=harness.generator)[:count].int().cuda()
+        for tensor in (t for number in steps.given for layer in number for t in layer.values()):
+            tensor.copy_(torch.randn(tensor.shape, generator=harness.generator))
+            tensor[count:] = torch.nan
+        for tensor in (t for inputs in (steps.shared, steps.ahead) for layer in inputs for t in layer.values()):
+            tensor.fill_(torch.nan)
+        steps.outputs.fill_(torch.nan)
+        steps.echo.fill_(torch.nan)
+        steps.accepted.copy_(torch.randint(0, steps.tokens + 1, steps.accepted.shape, generator=harness.generator))
+        steps.wrapper.plan(chosen, steps.tokens)
+        replay()
+        torch.cuda.synchronize()
+        twin.wrapper.plan(chosen, steps.tokens)
+        for number, inputs in enumerate(steps.given):
+            for layer in range(LAYERS):
+                want = twin.wrapper.run(layer, **{name: x[:count] for name, x in inputs[layer].items()})
+                torch.cuda.synchronize()
+                got = steps.outputs[number, layer]
+                assert same_bits(got[:count], want), f"step {number}, layer {layer}"
+                assert not bits(got[count:]).any(), f"step {number}, layer {layer}: padding"
+            twin.wrapper.commit(chosen, steps.tokens, steps.accepted[number, :count].contiguous())
+            torch.cuda.synchronize()
+        assert same_bits(steps.echo[1], steps.outputs[1])
+        assert not bits(steps.echo[2, 0]).any()
+    for now, want in zip(harness.cache.layers, twin.cache.layers, strict=True):
+        assert all(same_bits(now[name], want[name]) for name in want)
+    for name in harness.cache.cursors:
+        assert torch.equal(harness.cache.cursors[name], twin.cache.cursors[name]), name
+    assert bool((harness.cache.position > harness.spec.buffer_len).any())
