@@ -2,9 +2,9 @@
 
 A blob is ``prefix, digest, header, parts``. The prefix holds a magic, the version of the format, the length of the header and that of
 the whole blob. The header is JSON: the spec, the number of layers, and every slot's cursors. Parts follow layer by layer in the order
-of ``spec.cache_tensors``, each padded to 16 bytes: checkpoints, copies and scales ``[n, H, P, ...]`` as they lie in memory, and of
-every ring the live entries only, ``[total history, outer, inner]``, slot by slot from the oldest. Byte order is little-endian. An entry
-returns to the very place in the ring it came from, so that nothing that depends on it can differ.
+of ``spec.cache_tensors``, each padded to 16 bytes: checkpoints, copies and scales ``[n, H, P, ...]``, two planes row by row whatever the
+device, and of every ring the live entries only, ``[total history, outer, inner]``, slot by slot from the oldest. Byte order is
+little-endian. An entry returns to the very place in the ring it came from, so that nothing that depends on it can differ.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from . import kernels
 from .specs import ReplaySpec, spec_from
 
 if TYPE_CHECKING:
@@ -52,7 +53,10 @@ def export_slots(cache: ReplayCache, slots: list[int]) -> bytes:
         if nbytes:
             tensor = bit_view(cache.layers[layer][name])
             part = torch.frombuffer(blob, dtype=dtype, count=math.prod(shape), offset=offset).view(shape)
-            part.copy_(tensor[entries[0], :, entries[1]] if name.startswith("ring_") else tensor[index])
+            if name.startswith("ring_"):
+                part.copy_(tensor[entries[0], :, entries[1]])
+            else:
+                part.copy_(_rearranged(cache, name, tensor[index], to_rows=True))
         offset += _padded(nbytes)
     _PREFIX.pack_into(blob, 0, MAGIC, VERSION, len(header), size)
     blob[_PREFIX.size : _BODY] = _digest(memoryview(blob))
@@ -86,10 +90,25 @@ def import_slots(cache: ReplayCache, slots: list[int], blob: bytes | bytearray |
             if name.startswith("ring_"):
                 tensor[entries[0], :, entries[1]] = part[live].to(cache.device)
             else:
-                tensor[index] = part[kept].to(cache.device)
+                tensor[index] = _rearranged(cache, name, part[kept].to(cache.device), to_rows=False)
         offset += _padded(nbytes)
     for name, cursor in cache.cursors.items():
         cursor[index] = torch.tensor([header[name][row] for row in kept], dtype=cursor.dtype, device=cache.device)
+
+
+#: Rows and bytes of a row that lie together where the CUDA kernels keep two planes (templates/cuda/formats.jinja).
+_PANEL = (16, 64)
+
+
+def _rearranged(cache: ReplayCache, name: str, tensor: torch.Tensor, *, to_rows: bool) -> torch.Tensor:
+    """A copy of checkpoints, as integers, with their planes row by row instead of as the device has them, or the way back."""
+    spec = cache.spec
+    if name != "state" or not spec.two_planes or kernels.backend_of(cache.device) != "cuda":
+        return tensor
+    rows, width = _PANEL
+    panels = spec.state_dim * tensor.itemsize // 2 // width
+    pieces = tensor.contiguous().view(torch.int8).view(-1, *((panels, rows) if to_rows else (rows, panels)), width)
+    return pieces.transpose(1, 2).contiguous().view(tensor.dtype).view(tensor.shape)
 
 
 def _parts(spec: ReplaySpec, layers: int, slots: int, entries: int) -> Iterator[tuple[int, str, tuple[int, ...], torch.dtype, int]]:

@@ -34,8 +34,9 @@ class ReplayCache:
         The same as JSON, for operators that take plain values.
     layers : list of dict of torch.Tensor
         Per layer ``state`` ``[slots, H, P, N]`` in the checkpoint dtype and the rings ``ring_*`` ``[slots, outer, R, inner]``.
-        With two planes the memory of ``state`` holds, per slot and head, the upper plane and then the lower one. 8-bit
-        planes add ``scale`` ``[slots, H, P]``, and beside a float32 checkpoint ``read_copy`` ``[slots, H, P, N]``.
+        With two planes the memory of ``state`` holds, per slot and head, the upper plane and then the lower one, on CUDA with
+        the 64-byte pieces of every 16 rows side by side. 8-bit planes add ``scale`` ``[slots, H, P]``, and beside a float32
+        checkpoint ``read_copy`` ``[slots, H, P, N]``.
     ring_start, history : torch.Tensor
         int32 ``[slots]``: where the history begins in the ring, and how many committed tokens it holds.
     position : torch.Tensor

@@ -291,8 +291,8 @@ def _step(
         "cu_seqlens": cu_seqlens,
         "parents": parents,
     }
-    fields = {"layer": layer, "pad_slot": pad_slot, "num_slots": cache[0].shape[0]}
-    return step.run(given, dict(zip(step.inputs, inputs, strict=True)), **fields)
+    tokens = dict(zip(step.inputs, inputs, strict=True))
+    return step.run(given, tokens, layer=layer, pad_slot=pad_slot, num_slots=cache[0].shape[0])
 
 
 @_step.register_fake

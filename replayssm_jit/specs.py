@@ -197,6 +197,11 @@ class ReplaySpec:
         return self.scaled and self.checkpoint_dtype is torch.float32
 
     @property
+    def two_planes(self) -> bool:
+        """Whether steps read the upper plane of a checkpoint."""
+        return not self.copied and self.checkpoint_dtype is not self.read_dtype
+
+    @property
     def stochastic(self) -> bool:
         """Whether a flush rounds stochastically."""
         return self.rounding == "stochastic"

@@ -6,9 +6,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import FAMILIES, FORMATS, Harness, bits, crossed, decode_planes, same_bits, small_spec, stored, upper_plane, with_format
+from harness import (
+    FAMILIES,
+    FORMATS,
+    Harness,
+    bits,
+    crossed,
+    decode_planes,
+    same_bits,
+    small_spec,
+    stored,
+    two_planes,
+    upper_plane,
+    with_format,
+)
 
-from replayssm_jit import ReplayCache
+from replayssm_jit import ReplayCache, kernels
 
 
 def allocate(family, device, slots=3, layers=1, **changes):
@@ -74,10 +87,10 @@ def test_two_planes_keep_every_pattern(family, device):
     assert torch.equal(bits(cache.read_state(0, [3, 1, 0, 2]).cpu()), want)
     # The memory itself: the upper plane of a head, then the lower one.
     held = cache.layers[0]["state"][[3, 1, 0, 2]].cpu()
-    assert torch.equal(bits(decode_planes(cache.spec, {"state": held})), want)
-    upper = held.view(torch.int16).reshape(4, shape[0], 2, *shape[1:])[:, :, 0]
+    backend = kernels.backend_of(cache.device)
+    assert torch.equal(bits(decode_planes(cache.spec, {"state": held}, backend)), want)
     number = ~values.isnan()
-    assert torch.equal(upper[number], (bits(upper_plane(values)) >> 16).to(torch.int16)[number])
+    assert torch.equal(two_planes(cache.spec, held, backend)[0][number], (bits(upper_plane(values)) >> 16).long()[number])
 
 
 @pytest.mark.parametrize("state_format", FORMATS)

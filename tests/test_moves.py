@@ -161,6 +161,19 @@ def test_bad_copies(case, device):
 # ---- bytes ----------------------------------------------------------------------------------------------------------
 
 
+def test_blob_has_planes_in_rows(device):
+    """Whatever order a device keeps them in, the bytes are the upper plane of a head and then the lower one, row by row."""
+    cache = ReplayCache.allocate(small_spec("mamba2", **with_format("fp32_bf16")), num_layers=1, num_slots=2, device=device)
+    state = torch.randn(2, *cache.spec.shape("H", "P", "N"), generator=torch.Generator().manual_seed(61))
+    cache.load_state(0, [1, 0], state.to(device))
+    planes = torch.stack([bits(state) + 0x8000 >> 16, bits(state) & 0xFFFF], dim=2).to(torch.int16)
+    blob = cache.export([1, 0])
+    assert planes.numpy().tobytes() in blob
+    cache.reset([0, 1])
+    cache.import_([0, 1], blob)
+    assert same_bits(cache.read_state(0, [0, 1]).cpu(), state)
+
+
 @pytest.mark.parametrize("state_format", FORMATS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_preempt_and_resume(family, state_format, device):

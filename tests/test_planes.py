@@ -17,13 +17,14 @@ from harness import (
     same_bits,
     small_spec,
     stored,
+    two_planes,
     with_format,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from replayssm_jit import ReplayCache
+from replayssm_jit import ReplayCache, kernels
 from replayssm_jit.standard import StandardKernel
 
 SCALED = [name for name, (_, read_dtype) in FORMATS.items() if read_dtype.itemsize == 1]
@@ -48,9 +49,9 @@ def judge_codes(cache, state):
         assert same_bits(layer["state"], state)
         assert same_bits(layer["read_copy"], codes)
     elif spec.checkpoint_dtype == torch.int16:
-        upper, lower = layer["state"].view(torch.int8).reshape(spec.heads, 2, spec.head_dim, spec.state_dim).long().unbind(1)
-        assert torch.equal(256 * upper + lower, codes.long())
-        assert torch.equal(upper, codes.long() + 128 >> 8)
+        upper, lower = two_planes(spec, layer["state"][None], kernels.backend_of(cache.device))
+        assert torch.equal(256 * upper[0] + lower[0], codes.long())
+        assert torch.equal(upper[0], codes.long() + 128 >> 8)
     else:
         assert same_bits(layer["state"], codes)
 
@@ -71,7 +72,11 @@ def test_scaled_rows(state_format, device):
     cache.load_state(0, [1], state[None].to(device))
     judge_codes(cache, state)
     got = cache.read_state(0, [1])[0].cpu()
-    want = state if cache.spec.copied else decode_planes(cache.spec, {k: v.cpu() for k, v in cache.layers[0].items()})[1]
+    want = (
+        state
+        if cache.spec.copied
+        else decode_planes(cache.spec, {k: v.cpu() for k, v in cache.layers[0].items()}, kernels.backend_of(cache.device))[1]
+    )
     assert torch.equal(got.isnan(), want.isnan())
     assert same_bits(got.nan_to_num(7.0), want.nan_to_num(7.0))
     if not cache.spec.copied:

@@ -198,11 +198,11 @@ struct Piece {
   float scale_top, scale_bottom;  // of the unit whose last piece this becomes, where rows have scales
 
   __device__ void load(const Place& place, int piece) {
-    const char* from = place.read() + piece * PIECE * RUN_BYTES;
+    const char* from = place.read() + piece * PIECE * READ_RUN;
 #pragma unroll
     for (int i = 0; i < PIECE; ++i) {
-      load_vector(top[i], from + i * RUN_BYTES);
-      load_vector(bottom[i], from + i * RUN_BYTES + 8 * READ_PITCH);
+      load_vector(top[i], from + i * READ_RUN);
+      load_vector(bottom[i], from + i * READ_RUN + 8 * READ_ROW);
     }
     if (Whole::SCALED && piece == 0) scale_top = place.row_scale(0) * Read::UNIT, scale_bottom = place.row_scale(8) * Read::UNIT;
   }
@@ -210,7 +210,8 @@ struct Piece {
   // All pieces of a unit on their way to L2.
   __device__ static void ask(const Place& place) {
 #pragma unroll
-    for (int at = 0; at < RUNS * RUN_BYTES; at += 128) prefetch(place.read() + at), prefetch(place.read() + at + 8 * READ_PITCH);
+    for (int i = 0; i < RUNS; i += PANELS ? 1 : 2)  // whole lines
+      prefetch(place.read() + i * READ_RUN), prefetch(place.read() + i * READ_RUN + 8 * READ_ROW);
   }
 
   // acc[q] += (16 rows of the state) x (8 columns): a lane brings the row of column lane / 4 of each tile.
@@ -266,7 +267,7 @@ __device__ __forceinline__ void each_unit(Piece (&pieces)[AHEAD], int first, int
 
 // Ask L2 for one plane of a unit's 16 rows of the checkpoint; a lane asks for whole 128-byte lines.
 __device__ __forceinline__ void prefetch_plane(const Place& place, int plane, int lane) {
-  const char* unit = place.at - (lane / 4 * int(STATE_PITCH) + lane % 4 * WHOLE_LANE) + plane * PLANE_BYTES;
+  const char* unit = place.at - (lane / 4 * ROW_BYTES + lane % 4 * WHOLE_LANE) + plane * PLANE_BYTES;
 #pragma unroll
   for (int line = 0; line < 16 * STATE_PITCH / 128; line += 32)
     if (line + lane < 16 * STATE_PITCH / 128) prefetch(unit + (line + lane) * 128);
@@ -395,7 +396,7 @@ struct WholeRuns {
 #pragma unroll
     for (int i = 0; i < RUNS; ++i)
 #pragma unroll
-      for (int row = 0; row < 2; ++row) Whole::load(raw[i][row], place.at + (first + i) * WHOLE_RUN + row * 8 * STATE_PITCH, PLANE_BYTES);
+      for (int row = 0; row < 2; ++row) Whole::load(raw[i][row], place.at + run_offset(first + i) + row * 8 * ROW_BYTES, PLANE_BYTES);
     if (Whole::SCALED && !Whole::COPIED) scale[0] = place.row_scale(0), scale[1] = place.row_scale(8);
     __syncwarp();  // all loads first: one that sinks below the store of its line's other half waits for that store
   }
