@@ -6,23 +6,29 @@ lengths; drafts are accepted at random, now and then none, and a free slot is fu
 count of its tokens, and its state, layer by layer, the float64 recurrence over them, within the bound of an fp32 checkpoint; so must
 be its outputs, within rounding. The exit code is 1 if a single request is not.
 
-On the CPU shapes are tiny, on CUDA those of published models; the reference runs beside the kernels on the same device.
+On the CPU shapes are tiny, on CUDA those of published models; the reference runs beside the kernels on the same device. When its time is
+up, or on SIGTERM or Ctrl-C, it judges who is left and ends; ``--json`` is also written on the way, so that a kill leaves what was found.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import random
+import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from itertools import accumulate
 from pathlib import Path
 
 import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from replayssm_jit import ReplayCache, ReplayWrapper, __version__, reference, synthetic
 from replayssm_jit.cli.serve import output_bound
@@ -131,23 +137,20 @@ class Soak:
         self.lives: list[Life] = []
         self.result = Result(spec.family, device.type, spec.state_format, output_bound=output_bound(spec))
 
-    def run(self, tokens: int, deadline: float, progress: float = 30.0) -> Result:
-        """Serve until so many tokens are committed or the deadline (``time.monotonic``) has passed, then judge who is left."""
-        start = told = time.monotonic()
-        result = self.result
-        while result.tokens < tokens and time.monotonic() < deadline:
+    def run(self, goes_on: Callable[[Result], bool]) -> Result:
+        """Serve for as long as is wanted after a step, then judge who is left."""
+        start, result = time.monotonic(), self.result
+        while goes_on(result):
             self._admit()
             self._disturb()
             self._step()
             result.steps += 1
-            if time.monotonic() - told > progress:
-                told = time.monotonic()
-                print(f"{self.spec.family}: {result.tokens} tokens, {result.judged} judged, {result.lost} lost", flush=True)
+            result.requests, result.seconds = self.server.admitted, round(time.monotonic() - start, 1)
         while self.lives:
             self._return(always=True)
             self._end([life for life in self.lives if life.slot is not None])
         self.cache.check()
-        result.requests, result.seconds = self.server.admitted, round(time.monotonic() - start, 1)
+        result.seconds = round(time.monotonic() - start, 1)
         return result
 
     # ---- slots ------------------------------------------------------------------------------------------------------
@@ -335,42 +338,104 @@ class Soak:
             self._release(life.slot)
 
 
+class Session:
+    """What all families share: the time that is left, what the screen and the JSON file say.
+
+    Parameters
+    ----------
+    options : argparse.Namespace
+        Of the command line.
+    device : torch.device
+        Where the soak runs.
+    """
+
+    EVERY = 15.0  # seconds between two lines where no bar can be drawn, and between two writes of the file
+
+    def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
+        self.options, self.device = options, device
+        self.results: list[Result] = []
+        self.ends = time.monotonic() + 60 * options.minutes if options.minutes else float("inf")
+        self._stopped, self._told = False, time.monotonic()
+        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[found]}"), TimeElapsedColumn())
+        self.progress = Progress(*columns, console=Console(soft_wrap=True, highlight=False))
+
+    def stop(self, *_: object) -> None:
+        """Let no family begin, and the one that runs come to its end."""
+        self._stopped = True
+
+    def soak(self, family: str, families_left: int, trace: list[Request]) -> None:
+        """One family, for its share of the tokens or of the time that is left."""
+        options, start = self.options, time.monotonic()
+        if self._stopped:
+            return
+        seconds = max(self.ends - start, 1e-3) / families_left
+        task = self.progress.add_task(family, total=1.0, found="")
+
+        def tell(result: Result, done: float) -> str:
+            found = f"{result.tokens} tokens, {result.judged} judged, {result.lost} lost"
+            self.progress.update(task, completed=min(done, 1.0), found=found)
+            return found
+
+        def goes_on(result: Result) -> bool:
+            now = time.monotonic()
+            done = max(result.tokens / options.tokens, (now - start) / seconds)
+            found = tell(result, done)
+            if now - self._told > self.EVERY:
+                self._told = now
+                if not self.progress.console.is_terminal:
+                    self.progress.console.print(f"{family}: {found}")
+                self.write([*self.results, result])
+            return done < 1 and not self._stopped
+
+        spec = SPECS[family](**SHAPES[self.device.type][family], buffer_len=options.buffer_len, max_tokens=options.max_tokens)
+        result = Soak(spec, self.device, options.layers, options.batch, trace, options.seed).run(goes_on)
+        self.results.append(result)
+        self.write(self.results)
+        tell(result, 1.0)
+        self.progress.console.print(
+            f"{family}: {result.tokens} tokens of {result.requests} requests and {result.forks} forks, {result.preemptions} preemptions, "
+            f"{result.steps} steps in {result.seconds:.0f} s; {result.judged} judged, {result.lost} lost; "
+            f"worst state error {result.state_error:.2g} of {STATE_BOUND}, worst output error {result.output_error:.2g}"
+        )
+
+    def write(self, results: list[Result]) -> None:
+        """The file with what is known; a kill in the middle leaves the one before."""
+        if path := self.options.json:
+            temporary = path.with_name(path.name + ".tmp")
+            temporary.write_text(json.dumps(_report(self.options, self.device, results), indent=1) + "\n")
+            os.replace(temporary, path)
+
+
 def main(args: list[str] | None = None) -> int:
     """Run from the command line; 1 if a request is lost."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", type=Path, metavar="CSV", help="TIMESTAMP, ContextTokens, GeneratedTokens (default: the demo's)")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="default: %(default)s")
     parser.add_argument("--families", nargs="+", choices=[*SPECS], default=[*SPECS], help="default: all")
-    parser.add_argument("--tokens", type=int, default=10**6, help="tokens a family (default: %(default)s)")
-    parser.add_argument("--minutes", type=float, help="stop a family after about this long")
+    parser.add_argument("--tokens", type=int, default=10**6, help="most tokens a family (default: %(default)s)")
+    parser.add_argument("--minutes", type=float, help="end after about this long, all families together")
     parser.add_argument("--batch", type=int, default=32, help="requests served at once (default: %(default)s)")
     parser.add_argument("--layers", type=int, default=2, help="default: %(default)s")
     parser.add_argument("--buffer-len", type=int, default=16, help="default: %(default)s")
     parser.add_argument("--max-tokens", type=int, default=4, help="most tokens a row brings to a step (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
     options = parser.parse_args(args)
     device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
     if device.type == "cpu":
         torch.set_num_threads(1)  # the shapes are tiny: more threads, torch's and the kernels', would wait for each other
     trace = read_trace(options.trace)
-    results = []
-    for family in options.families:
-        spec = SPECS[family](**SHAPES[device.type][family], buffer_len=options.buffer_len, max_tokens=options.max_tokens)
-        soak = Soak(spec, device, options.layers, options.batch, trace, options.seed)
-        deadline = time.monotonic() + 60 * options.minutes if options.minutes else float("inf")
-        result = soak.run(options.tokens, deadline)
-        results.append(result)
-        print(
-            f"{family}: {result.tokens} tokens of {result.requests} requests and {result.forks} forks, {result.preemptions} preemptions, "
-            f"{result.steps} steps in {result.seconds:.0f} s; {result.judged} judged, {result.lost} lost; "
-            f"worst state error {result.state_error:.2g} of {STATE_BOUND}, worst output error {result.output_error:.2g}",
-            flush=True,
-        )
-        del soak
-    if options.json:
-        options.json.write_text(json.dumps(_report(options, device, results), indent=1) + "\n")
-    return int(any(result.lost or not result.judged for result in results))
+    session = Session(options, device)
+    before = {number: signal.signal(number, session.stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with session.progress:
+            for number, family in enumerate(options.families):
+                session.soak(family, len(options.families) - number, trace)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    results = session.results
+    return int(len(results) < len(options.families) or any(result.lost or not result.judged for result in results))
 
 
 def _report(options: argparse.Namespace, device: torch.device, results: list[Result]) -> dict[str, object]:

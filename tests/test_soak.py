@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -33,7 +35,31 @@ def test_nothing_is_lost(soak, tmp_path, capsys):
         assert row["judged"] == row["requests"] + row["forks"]
         assert row["lost"] == 0
         assert min(row[name] for name in ("forks", "preemptions", "aborts", "flushes")) > 0
-    assert capsys.readouterr().out.count(" 0 lost") == len(FAMILIES)
+    assert capsys.readouterr().out.count(" 0 lost; ") == len(FAMILIES)
+
+
+@pytest.mark.parametrize("ends", ["time", "signal"])
+def test_it_ends_with_what_it_has(soak, ends, tmp_path, monkeypatch):
+    """When its time is up, and when it is told to: whoever was admitted is judged, and the file is whole."""
+    path, step = tmp_path / "soak.json", soak.Soak._step
+
+    def stopped(self):
+        step(self)
+        if self.result.steps == 40:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    if ends == "signal":
+        monkeypatch.setattr(soak.Soak, "_step", stopped)
+    monkeypatch.setattr(soak.Session, "EVERY", 0.05)
+    limit = ["--minutes", "0.05"] if ends == "time" else []
+    assert soak.main(["--tokens", "1000000000", "--batch", "8", *limit, "--json", str(path)]) == (ends == "signal")
+    rows = json.loads(path.read_text())["rows"]
+    assert len(rows) == (1 if ends == "signal" else len(FAMILIES))
+    for row in rows:
+        assert row["judged"] == row["requests"] + row["forks"] > 0
+        assert row["lost"] == 0
+    assert list(tmp_path.iterdir()) == [path]
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 def stale_cursors(monkeypatch):
