@@ -8,6 +8,7 @@ share of flushes, so their mean is the average over the flush cycle. Cursors sta
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -15,38 +16,59 @@ from itertools import pairwise
 
 import torch
 
-from replayssm_jit import ReplayCache, ReplaySpec, ReplayWrapper, models, synthetic
+from replayssm_jit import ReplayCache, ReplaySpec, ReplayWrapper, models, synthetic, tactics
 from replayssm_jit.jit import ModuleSpec
 from replayssm_jit.standard import StandardKernel
-from replayssm_jit.traffic import Steady
+from replayssm_jit.traffic import Steady, acceptance_histogram
 from replayssm_jit.traffic import steady as _steady
 
 DEVICE = torch.device("cuda", 0)
 COLD_BYTES = 600e6  # of state in all launches of a pass: ten times the L2 of a Hopper GPU
-MAX_LAUNCHES = 768
+MAX_LAUNCHES = 576
 PHASES = 64  # rows of a pass, at least: as many as the longest cycle has steps
-BUFFER_LENS = (16, 32, 64)
 
 Launch = Callable[[], torch.Tensor]
 steady = cache(_steady)
 
-#: Formats of the checkpoint: (checkpoint_dtype, read_dtype).
+#: Formats of the checkpoint: (checkpoint_dtype, read_dtype). A name that ends in STOCHASTIC is the same with stochastic rounding.
 FORMATS = {
     "fp32/bf16": (torch.float32, torch.bfloat16),
     "fp32": (torch.float32, torch.float32),
+    "fp32/int8": (torch.float32, torch.int8),
+    "fp32/fp8": (torch.float32, torch.float8_e4m3fn),
     "int16/int8": (torch.int16, torch.int8),
     "bf16": (torch.bfloat16, torch.bfloat16),
+    "int8": (torch.int8, torch.int8),
+    "fp8": (torch.float8_e4m3fn, torch.float8_e4m3fn),
 }
-#: Formats that compete in a cell, by the dtype of its standard kernels' state.
-COMPETING = {"fp32": ("fp32/bf16", "fp32", "int16/int8"), "bf16": ("bf16",)}
+STOCHASTIC = ", stochastic"
 
-#: Acceptance histograms by name: chance of keeping 0..T tokens.
+#: The format that a cell is about, by the dtype of its standard kernels' state.
+HEADLINE = {"fp32": "fp32/bf16", "bf16": "bf16"}
+#: Formats that compete with it where the model is whole, and those that are measured once a model.
+BESIDE = {"fp32": ("fp32", "int16/int8"), "bf16": ()}
+ONCE = {
+    "fp32": ("fp32/int8", "fp32/fp8", "int8", "int8" + STOCHASTIC, "fp8", "fp8" + STOCHASTIC, "int16/int8" + STOCHASTIC),
+    "bf16": ("bf16" + STOCHASTIC,),
+}
+
+#: Buffer lengths that have been best for so many new tokens; and those of the cells that look at the length itself.
+BUFFER_LENS = {1: (16, 32), 2: (16, 32), 4: (32,), 6: (32, 64), 8: (32, 64)}
+SWEEP = (8, 16, 24, 32, 48, 64)
+SWEPT_TOKENS = (1, 4, 8)
+CENTRAL_ROWS = 256  # of the cells where all of that is measured
+
+#: Chance of keeping 0..4 tokens of T = 4, and the chance of a draft by which as many are kept for other T.
 HISTOGRAM = (0.0, 0.15, 0.20, 0.25, 0.40)
+DRAFT_RATE = 0.79
 
 
 def acceptances(tokens: int) -> dict[str, tuple[float, ...]]:
-    """Histograms that are measured for T tokens: every draft kept, and for T=4 a typical one."""
-    return {"full": (0.0,) * tokens + (1.0,)} | ({"histogram": HISTOGRAM} if tokens == len(HISTOGRAM) - 1 else {})
+    """Histograms that are measured for T tokens: every draft kept, and a typical one."""
+    full = {"full": (0.0,) * tokens + (1.0,)}
+    if tokens == 1:
+        return full
+    return full | {"histogram": HISTOGRAM if tokens == len(HISTOGRAM) - 1 else tuple(acceptance_histogram(tokens, DRAFT_RATE))}
 
 
 @dataclass(frozen=True)
@@ -76,15 +98,32 @@ class Cell:
         """Name of the cell's file."""
         return f"{self.model}-tp{self.shards}-b{self.rows}-t{self.tokens}-{self.state}"
 
-    def spec(self, state_format: str, buffer_len: int = BUFFER_LENS[0]) -> ReplaySpec:
+    def formats(self) -> dict[str, tuple[int, ...]]:
+        """Formats of the checkpoint that compete here, and the buffer lengths of each."""
+        headline, usual = HEADLINE[self.state], BUFFER_LENS[self.tokens]
+        central = self.shards == 1 and self.rows == CENTRAL_ROWS
+        found = {headline: SWEEP if central and self.state == "fp32" and self.tokens in SWEPT_TOKENS else usual}
+        if central or (self.shards == 1 and self.tokens == 1):
+            found |= dict.fromkeys(BESIDE[self.state], usual if central else usual[:1])
+        if central and self.tokens == 1:
+            found |= dict.fromkeys(ONCE[self.state], usual[:1])
+        return found
+
+    def spec(self, state_format: str, buffer_len: int = 16) -> ReplaySpec:
         """Spec of a format; raises ValueError where the kernels do not cover it."""
         return _spec(self.model, self.shards, self.tokens, state_format, buffer_len)
 
 
 @cache
 def _spec(model: str, shards: int, tokens: int, state_format: str, buffer_len: int) -> ReplaySpec:
-    checkpoint, read = FORMATS[state_format]
-    options = {"buffer_len": buffer_len, "max_tokens": tokens, "checkpoint_dtype": checkpoint, "read_dtype": read}
+    checkpoint, read = FORMATS[state_format.removesuffix(STOCHASTIC)]
+    options = {
+        "buffer_len": buffer_len,
+        "max_tokens": tokens,
+        "checkpoint_dtype": checkpoint,
+        "read_dtype": read,
+        "rounding": "stochastic" if state_format.endswith(STOCHASTIC) else "nearest",
+    }
     spec = models.by_name(model).spec(**options)
     groups = "groups" if spec.family == "mamba2" else "key_heads"
     return replace(spec, heads=spec.heads // shards, **{groups: spec.groups_ // shards})
@@ -185,8 +224,6 @@ class Contender:
         Histogram that the histories follow.
     modules : tuple of ModuleSpec
         To compile beforehand.
-    unsupported : str
-        Why it cannot run; it has no variants then.
     """
 
     maker: str
@@ -197,7 +234,6 @@ class Contender:
     buffer_len: int | None = None
     acceptance: str = "full"
     modules: tuple[ModuleSpec, ...] = field(default=(), repr=False)
-    unsupported: str = ""
 
 
 def ours(cell: Cell) -> list[Contender]:
@@ -206,15 +242,14 @@ def ours(cell: Cell) -> list[Contender]:
     kernel = "standard" if cell.tokens == 1 else "snapshots"
     moved = cell.rows * spec.standard_step_bytes(cell.tokens)
     found = [Contender("ours", kernel, cell.state, {"": _standard}, moved, modules=(spec.module("standard", "cuda"),))]
-    for state_format in COMPETING[cell.state]:
-        for buffer_len in BUFFER_LENS:
-            try:
-                spec = cell.spec(state_format, buffer_len)
-            except ValueError as error:
-                found.append(Contender("ours", "replay", state_format, {}, unsupported=str(error)))
-                break
+    for state_format, buffer_lens in cell.formats().items():
+        histograms = acceptances(cell.tokens)
+        if state_format != HEADLINE[cell.state]:
+            histograms = {"full": histograms["full"]}
+        for buffer_len in buffer_lens:
+            spec = cell.spec(state_format, buffer_len)
             modules = (spec.module("step", "cuda"),)
-            for name, histogram in acceptances(cell.tokens).items():
+            for name, histogram in histograms.items():
                 phases = steady(buffer_len, cell.tokens, histogram)
                 moved = cell.rows * spec.step_bytes(cell.tokens, phases.mean_history, phases.flush_share)
                 build = partial(_replay, spec=spec, phases=phases)
@@ -231,13 +266,23 @@ def _replay(tensors: Tensors, spec: ReplaySpec, phases: Steady) -> list[Launch]:
     accepted = history.clamp(max=tensors.cell.tokens)
     cache.history.copy_(history - accepted)
     cache.ring_start.random_(spec.ring_len)
+    ordered = tensors.cell.rows in tactics.ORDERED_ROWS
+    wrapper = ReplayWrapper(cache)
     launches: list[Launch] = []
     for slots, given, out in zip(tensors.slots, tensors.inputs, tensors.outputs(), strict=True):
-        wrapper = ReplayWrapper(cache)
+        if ordered and launches:  # every launch keeps its own order
+            wrapper = ReplayWrapper(cache)
         wrapper.plan(slots, tensors.cell.tokens)
         wrapper.commit(slots, tensors.cell.tokens, accepted[slots.long()])
-        launches.append(partial(wrapper.run, 0, out=out, **given))
+        run = partial(wrapper.run, 0, out=out, **given)
+        launches.append(run if ordered else partial(_planned, wrapper, slots, tensors.cell.tokens, run))
     return launches
+
+
+def _planned(wrapper: ReplayWrapper, slots: torch.Tensor, tokens: int, run: Launch) -> torch.Tensor:
+    """Plan, which launches nothing, and run: hundreds of launches share a wrapper, since each takes the host a while to make."""
+    wrapper.plan(slots, tokens)
+    return run()
 
 
 def _standard(tensors: Tensors) -> list[Launch]:
@@ -258,38 +303,53 @@ def then(run: Callable[[], object], out: torch.Tensor) -> torch.Tensor:
 
 def check(launches: list[Launch]) -> None:
     """Run every launch once and refuse outputs that are not finite."""
-    finite = torch.ones((), dtype=torch.bool, device=DEVICE)
-    for launch in launches:
-        finite &= torch.isfinite(launch()).all()
-    if not finite:
+    if not torch.isfinite(torch.stack([launch() for launch in launches])).all():
         raise ArithmeticError("outputs are not finite")
 
 
-def time_graph(launches: list[Launch], repeats: int = 15, least_us: float = 1500.0) -> tuple[float, float]:
+@cache
+def _stream() -> torch.cuda.Stream:
+    """Where graphs are captured and replayed. One for all: memory that a launch allocates is reused on its own stream only."""
+    return torch.cuda.Stream()
+
+
+def time_graph(launches: list[Launch], samples: int = 20, least_us: float = 1000.0, most_us: float = 100e3) -> tuple[float, float]:
     """Median and 95th percentile of one launch, in microseconds.
 
-    All launches are one CUDA graph, several times over where they are few; replays follow each other without a gap, and each
-    sample is the mean over one replay.
+    All launches are one CUDA graph, several times over where they take less than ``least_us``; replays follow each other without a
+    gap, and each sample is the mean over one replay. Where ``samples`` of them would take more than ``most_us`` there are fewer, but
+    at least ten.
     """
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
+    stream = _stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(samples + 2)]
     with torch.cuda.stream(stream):
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 3)]
-        marks[0].record()
-        for launch in launches:
-            launch()
-        marks[1].record()
-        marks[1].synchronize()
-        passes = int(min(16, max(1, least_us / (marks[0].elapsed_time(marks[1]) * 1e3))))
+        passes = 1
+        if len(launches) < PHASES:
+            marks[0].record()
+            for launch in launches:
+                launch()
+            marks[1].record()
+            marks[1].synchronize()
+            passes = int(min(16, max(1, least_us / (marks[0].elapsed_time(marks[1]) * 1e3))))
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
+        graph.capture_begin()  # torch.cuda.graph would return all cached memory to the device first, and ask for it again
+        try:
             for _ in range(passes):
                 for launch in launches:
                     launch()
+        finally:
+            graph.capture_end()
+        marks[0].record()
+        graph.replay()
+        graph.replay()
+        marks[1].record()
+        marks[1].synchronize()
+        replay_us = marks[0].elapsed_time(marks[1]) * 1e3 / 2
+        marks = marks[1 : 2 + max(10, min(samples, int(most_us / replay_us)))]
         for mark in marks:
             mark.record()
             graph.replay()
         stream.synchronize()
-    warm = marks[2:]
-    samples = sorted(a.elapsed_time(b) * 1e3 / (passes * len(launches)) for a, b in pairwise(warm))
-    return samples[len(samples) // 2], samples[int(len(samples) * 0.95)]
+    found = sorted(a.elapsed_time(b) * 1e3 / (passes * len(launches)) for a, b in pairwise(marks))
+    return statistics.median(found), found[-(-len(found) * 95 // 100) - 1]

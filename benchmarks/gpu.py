@@ -1,8 +1,9 @@
-"""Ours and every public kernel present, side by side on one GPU: ``python benchmarks/gpu.py --only bars --json F --markdown F``.
+"""Ours and every public kernel present, side by side on one GPU: ``python benchmarks/gpu.py --json F --markdown F``.
 
-Without ``--only bars`` the full matrix follows the bars' cells: three models at 1/1 and 1/8 of their heads, seven batches, five
-numbers of new tokens, fp32 and bf16 states. With ``--out DIR`` each cell is a file there, and a later run of the same commit on the same
-device goes on where this one stopped. Exit code 3: a kernel took the device down; run again to go on with the next cell.
+The cells of the bars come first (``--only bars``: nothing else), then the full matrix: three models at 1/1 and 1/8 of their heads, seven
+batches, five numbers of new tokens, fp32 and bf16 states, what matters most first. The JSON is written while the run goes on; where it
+exists already, of the same commit and device, what it has is not measured again. Exit code 3: a kernel took the device
+down; run again to go on with the next cell. ``report.py`` and ``plots.py`` make tables and plots of the JSON anywhere.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from importlib import import_module
+from itertools import product, starmap
 from pathlib import Path
 from typing import Any
 
@@ -32,21 +34,23 @@ from replayssm_jit import jit
 
 Row = dict[str, Any]
 
-MODELS = ("nemotron-3-super-120b-a12b", "qwen3.5-122b-a10b", "kimi-k3")
 ROWS = (1, 8, 32, 64, 128, 256, 512)
-TOKENS = (1, 4, 2, 6, 8)  # the ones that matter most first
+TOKENS = (1, 2, 4, 6, 8)
+SAVE_SECONDS = 5.0
 
 
 def matrix() -> list[Cell]:
-    """Every cell of the full matrix."""
-    return [
-        Cell(model, shards, rows, tokens, state)
-        for shards in (1, 8)
-        for tokens in TOKENS
-        for state in ("fp32", "bf16")
-        for model in MODELS
-        for rows in ROWS
-    ]
+    """Every cell of the full matrix, the ones that matter most first."""
+    cells = starmap(Cell, product(report.MODELS, (1, 8), ROWS, TOKENS, ("fp32", "bf16")))
+    return sorted(cells, key=_place)
+
+
+def _place(cell: Cell) -> tuple[Any, ...]:
+    """What the plots show: decode at 1/1 of the heads, and every T at one batch. Then T = 1 and 4 at 1/1, at 1/8, and other T."""
+    whole = cell.shards == 1
+    plotted = whole and (cell.tokens == 1 or (cell.rows == contenders.CENTRAL_ROWS and cell.state == "fp32"))
+    stage = (False,) if plotted else (True, cell.tokens not in (1, 4), not whole)
+    return (*stage, cell.state != "fp32", cell.tokens)
 
 
 def machine() -> dict[str, str]:
@@ -115,35 +119,33 @@ def bandwidth(gigabytes: float = 2.0) -> dict[str, float]:
     }
 
 
-def measure(contender: Contender, tensors: Tensors, rates: dict[str, float]) -> Row:
-    """Time a contender's variants; its row has the fastest."""
+def measure(contender: Contender, tensors: Tensors) -> Row:
+    """Time a contender's variants; its row has the fastest. One that raises leaves its error there."""
     row: Row = {
         "maker": contender.maker,
         "kernel": contender.kernel,
         "state": contender.state,
         "buffer_len": contender.buffer_len,
         "acceptance": contender.acceptance,
-        "bytes": contender.bytes,
+        "bytes": round(contender.bytes),
         "us": None,
         "variants": {},
-        "error": contender.unsupported,
     }
     for name, build in contender.variants.items():
         launches: list[Launch] = []
         try:
             launches = build(tensors)
             contenders.check(launches)
-            us, p95 = contenders.time_graph(launches)
+            us, p95 = (round(time, 3) for time in contenders.time_graph(launches))
         except Exception as error:
-            row["variants"][name] = row["error"] = first_line(error)
+            row["variants"][name] = first_line(error)
             if device_lost():
                 return row | {"lost": True}
             continue
         row["variants"][name] = us
         if row["us"] is None or us < row["us"]:
             row |= {"us": us, "p95": p95, "variant": name}
-            row |= {f"{kind}_share": contender.bytes / us / rate for kind, rate in rates.items()}
-    return row if row["us"] is None else row | {"error": ""}
+    return row
 
 
 def first_line(error: BaseException) -> str:
@@ -160,86 +162,87 @@ def device_lost() -> bool:
     return False
 
 
-def measure_cell(cell: Cell, rates: dict[str, float]) -> list[Row]:
+def measure_cell(cell: Cell) -> list[Row]:
     """All contenders of a cell, one after the other; what they allocate is freed in between."""
     tensors = Tensors(cell)
     rows: list[Row] = []
     for contender in [*contenders.ours(cell), *rivals.of(cell)]:
-        rows.append(measure(contender, tensors, rates))
+        rows.append(measure(contender, tensors))
         if rows[-1].get("lost"):
             break
-    gc.collect()
+    gc.collect()  # tracebacks of errors keep tensors in circles
+    gc.freeze()  # what is left are modules, and looking at those takes longer than many a cell
     return rows
 
 
 # ---- running --------------------------------------------------------------------------------------------------------
 
 
-def main() -> int:
+def load(file: Path | None, same: dict[str, Any]) -> dict[str, Any]:
+    """What an earlier run has left in a file; SystemExit where that was another commit or device."""
+    if file is None or not file.exists():
+        return {**same, "runs": [], "cells": []}
+    kept: dict[str, Any] = json.loads(file.read_text())
+    other = [f"{name} {kept.get(name)}" for name in same if kept.get(name) != same[name]]
+    if other:
+        raise SystemExit(f"{file} is of {', '.join(other)}: name another file")
+    return kept
+
+
+def save(result: dict[str, Any], file: Path) -> None:
+    """Write everything, a cell a line; a run that is killed meanwhile leaves the file as it was."""
+    head = json.dumps({name: value for name, value in result.items() if name != "cells"}, indent=1)
+    cells = ",\n".join(json.dumps(cell) for cell in result["cells"])
+    fresh = file.with_name(f"{file.name}.new")
+    fresh.write_text(f'{head[:-2]},\n "cells": [\n{cells}\n ]\n}}\n')
+    fresh.replace(file)
+
+
+def main(argv: list[str] | None = None) -> int:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=["bars"], help="only the cells that the bars need")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="keep cells in files there, and skip those that are there already")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="start no cell after so many minutes")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything here")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="go on with what is there, and write everything there")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables here")
-    parser.add_argument("--plots", type=Path, metavar="DIR", help="draw the plots there")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     begin = time.perf_counter()
 
-    device, revision = machine(), commit()
-    same = {"commit": revision, "device": device["name"]}
+    device = machine()
+    result = load(arguments.json, {"commit": commit(), "device": device})
     wanted = list(dict.fromkeys([*report.bar_cells(), *([] if arguments.only else matrix())]))
-    done: dict[Cell, dict[str, Any]] = {}
-    for cell in wanted if arguments.out else ():
-        file = arguments.out / f"{cell.name}.json"
-        if file.exists() and (kept := json.loads(file.read_text())).items() >= same.items():
-            done[cell] = kept
+    done = {Cell(**entry["cell"]) for entry in result["cells"]}
     todo = [cell for cell in wanted if cell not in done]
     compile_all(todo, device["arch"])
 
-    rates = bandwidth()
-    used = versions()
+    rates, used = bandwidth(), versions()
     print(f"{device['name']}, driver {device['driver']}, " + ", ".join(f"{name} {version or 'absent'}" for name, version in used.items()))
     print("TB/s: " + ", ".join(f"{name} {rate / 1e6:.2f}" for name, rate in rates.items()), flush=True)
-    started = time.strftime("%Y-%m-%dT%H:%M:%S")
-    lost = False
+    command = " ".join(["python", "benchmarks/gpu.py", *(sys.argv[1:] if argv is None else argv)])
+    result["runs"].append({"date": time.strftime("%Y-%m-%d %H:%M"), "command": command, "versions": used, "rates": rates})
+    saved, lost = time.perf_counter(), False
     for number, cell in enumerate(todo):
-        if time.perf_counter() - begin > arguments.minutes * 60:
+        clock = time.perf_counter()
+        if clock - begin > arguments.minutes * 60:
             print(f"{len(todo) - number} cells left for a later run")
             break
-        clock = time.perf_counter()
-        rows = measure_cell(cell, rates)
-        done[cell] = {**same, "run": started, "rates": rates, "cell": asdict(cell), "rows": rows}
-        if arguments.out:
-            arguments.out.mkdir(parents=True, exist_ok=True)
-            (arguments.out / f"{cell.name}.json").write_text(json.dumps(done[cell], indent=1) + "\n")
-        print(f"[{number + 1}/{len(todo)}] {cell.name} {time.perf_counter() - clock:.1f} s: {report.line(rows)}", flush=True)
+        rows = measure_cell(cell)
+        result["cells"].append({"cell": asdict(cell), "run": len(result["runs"]) - 1, "rows": rows})
+        now = time.perf_counter()
+        print(f"[{number + 1}/{len(todo)}] {cell.name} {now - clock:.1f} s: {report.line(rows)}", flush=True)
         lost = any(row.get("lost") for row in rows)
         if lost:
             break
+        if arguments.json and now - saved > SAVE_SECONDS:
+            save(result, arguments.json)
+            saved = now
 
-    result: dict[str, Any] = {
-        "command": " ".join(["python", *sys.argv]),
-        "date": time.strftime("%Y-%m-%d"),
-        "commit": revision,
-        "device": device,
-        "versions": used,
-        "rates": rates,
-        "cells": list(done.values()),
-    }
-    result["bars"] = report.bars(result["cells"])
-    text = report.markdown(result)
-    print(text if arguments.only else report.bars_table(result["bars"]))
-    print(f"{time.perf_counter() - begin:.0f} s")
     if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+        save(result, arguments.json)
     if arguments.markdown:
-        arguments.markdown.write_text(text)
-    if arguments.plots:
-        import plots
-
-        plots.draw(result, arguments.plots)
+        arguments.markdown.write_text(report.markdown(result))
+    print(report.bars_table(report.bars(result)))
+    print(f"{time.perf_counter() - begin:.0f} s")
     return 3 if lost else 0
 
 

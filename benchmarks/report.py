@@ -1,19 +1,23 @@
-"""What the GPU benchmark's numbers say: the bars with their verdicts, and tables of the whole matrix."""
+"""What the GPU benchmark's numbers say, the bars with their verdicts and the matrix: ``python benchmarks/report.py JSON [MARKDOWN]``."""
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from contenders import FORMATS, Cell
+from contenders import CENTRAL_ROWS, DRAFT_RATE, FORMATS, HEADLINE, ONCE, STOCHASTIC, SWEEP, SWEPT_TOKENS, Cell
 
 Row = dict[str, Any]
 Measured = dict[str, Any]  # a cell with its rows, as the runner writes it
 
 MAMBA, GDN, KDA = "nemotron-3-super-120b-a12b", "qwen3.5-122b-a10b", "kimi-k3"
+MODELS = (MAMBA, GDN, KDA)
 KDA_64 = "glm-5.3-flash"  # KDA with the Gated DeltaNet model's number of heads
-TWO_PLANES = "fp32/bf16"
+TWO_PLANES = HEADLINE["fp32"]
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ BARS = (
     Bar(_cell(GDN, 256, 4), TWO_PLANES, replace(STANDARD, name="one standard T=1 step", cell=_cell(GDN, 256)), 0.48, 0.42, 0.39),
     Bar(_cell(GDN, 1), TWO_PLANES, STANDARD, 1.00, 0.85),
     Bar(_cell(KDA, 256), TWO_PLANES, STANDARD, 0.36, 0.31, 0.28),
-    *(Bar(_cell(model, 256), "int16/int8", OUR_PLANES, 0.75, 0.65, 0.56) for model in (MAMBA, GDN, KDA)),
+    *(Bar(_cell(model, 256), "int16/int8", OUR_PLANES, 0.75, 0.65, 0.56) for model in MODELS),
     Bar(_cell(MAMBA, 256), "fp32", STANDARD, 0.71),
     Bar(_cell(GDN, 256), "fp32", STANDARD, 0.62),
     Bar(_cell(GDN, 256), TWO_PLANES, STANDARD, 0.50),
@@ -82,13 +86,13 @@ def shape(cell: Cell) -> str:
     return f"{family} {heads} x {spec.head_dim} x {spec.state_dim}"
 
 
-def best(rows: Iterable[Row], kernel: str, maker: str, state: str | None = None, acceptance: str = "full") -> Row | None:
-    """The fastest row of a kernel. Maker ``public``: anyone but us."""
+def best(rows: Iterable[Row], kernel: str | None, maker: str, state: str | None = None, acceptance: str = "full") -> Row | None:
+    """The fastest row of a kernel, or of any. Maker ``public``: anyone but us."""
     fitting = [
         row
         for row in rows
         if row["us"] is not None
-        and row["kernel"] == kernel
+        and kernel in (None, row["kernel"])
         and row["acceptance"] == acceptance
         and (row["maker"] == maker or (maker == "public" and row["maker"] != "ours"))
         and state in (None, row["state"])
@@ -99,13 +103,14 @@ def best(rows: Iterable[Row], kernel: str, maker: str, state: str | None = None,
 # ---- bars -----------------------------------------------------------------------------------------------------------
 
 
-def bars(measured: Sequence[Measured]) -> list[Row]:
+def bars(result: dict[str, Any]) -> list[Row]:
     """One row a bar, in the order of :data:`BARS`."""
-    cells = {Cell(**entry["cell"]): entry for entry in measured}
-    return [_bar(bar, cells.get(bar.cell), cells.get(bar.against.cell or bar.cell)) for bar in BARS]
+    cells = {Cell(**entry["cell"]): entry for entry in result["cells"]}
+    rates = [run["rates"] for run in result["runs"]]
+    return [_bar(bar, cells.get(bar.cell), cells.get(bar.against.cell or bar.cell), rates) for bar in BARS]
 
 
-def _bar(bar: Bar, mine: Measured | None, theirs: Measured | None) -> Row:
+def _bar(bar: Bar, mine: Measured | None, theirs: Measured | None, rates: Sequence[dict[str, float]]) -> Row:
     row: Row = {
         "shape": shape(bar.cell),
         "rows": bar.cell.rows,
@@ -126,8 +131,8 @@ def _bar(bar: Bar, mine: Measured | None, theirs: Measured | None) -> Row:
     own = best(theirs["rows"], "standard", "ours") or best(theirs["rows"], "snapshots", "ours")
     row["own_standard_us"] = own and own["us"]
     if ours is None or base is None:
-        missing = [r["error"] for r in mine["rows"] if ours is None and r["maker"] == "ours" and r["state"] == bar.state and r["error"]]
-        return row | {"verdict": f"not measured: {missing[0] if missing else 'nothing to compare with'}"}
+        failed = [error for r in mine["rows"] if (r["maker"], r["state"]) == ("ours", bar.state) for error in _errors(r).values()]
+        return row | {"verdict": f"not measured: {failed[0] if ours is None and failed else 'nothing to compare with'}"}
     ratio = ours["us"] / base["us"]
     verdict = "met" if ratio <= bar.bar else f"missed by {ratio / bar.bar - 1:.1%}"
     if mine["run"] != theirs["run"]:
@@ -136,7 +141,7 @@ def _bar(bar: Bar, mine: Measured | None, theirs: Measured | None) -> Row:
         "us": ours["us"],
         "p95": ours["p95"],
         "buffer_len": ours["buffer_len"],
-        "copy_share": ours["copy_share"],
+        "copy_share": ours["bytes"] / ours["us"] / rates[mine["run"]]["copy"],
         "base_us": base["us"],
         "base": f"{base['maker']} {base['variant']}".strip(),
         "ratio": ratio,
@@ -209,69 +214,169 @@ def slower(measured: Sequence[Measured]) -> list[str]:
 
 def markdown(result: dict[str, Any]) -> str:
     """The report."""
-    device, measured = result["device"], result["cells"]
-    used = ", ".join(f"{name} {version or 'absent'}" for name, version in result["versions"].items())
+    device, measured, runs = result["device"], result["cells"], result["runs"]
+    cells = {Cell(**entry["cell"]): entry["rows"] for entry in measured}
     losses = slower(measured)
-    single = sum(entry["cell"]["tokens"] == 1 for entry in measured)
+    single = sum(cell.tokens == 1 for cell in cells)
+    spreads = sorted(row["p95"] / row["us"] - 1 for rows in cells.values() for row in rows if row["us"] is not None)
     parts = [
         "# GPU benchmark",
-        f"{device['name']}, driver {device['driver']}; {used}; commit {result['commit']}; {result['date']}.",
-        f"```\n{result['command']}\n```",
-        "Microseconds of one layer's step: median of CUDA-graph replays over cold data, averaged over the flush cycle. Measured by torch "
-        "in the same run, TB/s: " + ", ".join(f"{name} {rate / 1e6:.2f}" for name, rate in result["rates"].items()) + ".",
+        f"{device['name']}, driver {device['driver']}; commit {result['commit']}; {len(cells)} cells.",
+        *(_run(run) for run in runs),
+        "Microseconds of one layer's step over cold data, averaged over the flush cycle: median of 20 samples (10 of kernels that take "
+        "milliseconds), each the mean over the replay of a CUDA graph of about a millisecond or more. p95 is above the median by "
+        f"{_quantile(spreads, 0.5):.1%} in the middle of all rows, by {_quantile(spreads, 0.95):.1%} in nineteen of twenty.",
         "## Bars",
-        "Ratios of medians; the best buffer length of 16, 32 and 64. Standard: the fastest public kernel that reads and writes the state.",
-        bars_table(result["bars"]),
+        "Ratios of medians, each side the fastest of its buffer lengths and variants. Standard: the fastest public kernel that reads and "
+        "writes the state.",
+        bars_table(bars(result)),
         f"One new token, checkpoint of the standard kernel's precision, {single} cells: slower than the fastest standard kernel in "
         + ("none." if not losses else f"{len(losses)}:\n\n" + "\n".join(f"* {loss}" for loss in losses)),
-        "## All cells",
-        "In brackets the buffer length that was best.",
-        *_matrix(measured),
+        *_formats(cells),
+        *_lengths(cells),
+        *_matrix(cells),
+        *_details(measured, runs),
     ]
-    failures = _failures(measured)
+    failures = _failures(cells)
     if failures:
         parts += ["## Not measured", "\n".join(f"* {failure}" for failure in failures)]
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
 
-def _matrix(measured: Sequence[Measured]) -> list[str]:
-    """One table a model, share of heads, number of tokens and precision; batches are its columns."""
-    tables: dict[tuple[str, int, int, str], dict[int, list[Row]]] = {}
+def _run(run: dict[str, Any]) -> str:
+    """When and how, with what, and the rates of the memory that torch reached meanwhile."""
+    used = ", ".join(f"{name} {version or 'absent'}" for name, version in run["versions"].items())
+    rates = ", ".join(f"{name} {rate / 1e6:.2f}" for name, rate in run["rates"].items())
+    return f"{run['date']}; {used}; measured by torch, TB/s: {rates}.\n\n```\n{run['command']}\n```"
+
+
+def _formats(cells: dict[Cell, list[Row]]) -> list[str]:
+    """Every format of the checkpoint, where all are measured."""
+    names = [name + rounding for name in FORMATS for rounding in ("", STOCHASTIC)]
+    columns = {}
+    for model in MODELS:
+        rows = [row for state in HEADLINE for row in cells.get(_cell(model, CENTRAL_ROWS, state=state), [])]
+        columns[model] = {name: row for name in names if (row := best(rows, "replay", "ours", name))}
+    shown = [name for name in names if any(name in found for found in columns.values())]
+    if not shown:
+        return []
+    lines = [_line(["checkpoint / read", *(shape(_cell(model, 1)) for model in MODELS)]), _line(["---"] * (len(MODELS) + 1))]
+    for name in shown:
+        found = [(columns[model].get(name), columns[model].get(TWO_PLANES)) for model in MODELS]
+        lines.append(_line([name, *(_ratio(row, base) for row, base in found)]))
+    return [
+        f"## Formats of the checkpoint, B={CENTRAL_ROWS}, T=1",
+        f"Ours; in brackets the ratio to {TWO_PLANES}.",
+        "\n".join(lines),
+    ]
+
+
+def _lengths(cells: dict[Cell, list[Row]]) -> list[str]:
+    """Time over L of the two planes."""
+    lines = [_line(["shape", "T", *(f"L={length}" for length in SWEEP)]), _line(["---"] * (len(SWEEP) + 2))]
+    for model in MODELS:
+        for tokens in SWEPT_TOKENS:
+            rows = cells.get(_cell(model, CENTRAL_ROWS, tokens), [])
+            found = [best([row for row in rows if row["buffer_len"] == length], "replay", "ours", TWO_PLANES) for length in SWEEP]
+            if any(found):
+                lines.append(_line([shape(_cell(model, 1)), tokens, *(_number(row and row["us"], 1) for row in found)]))
+    return [f"## Buffer length, {TWO_PLANES}, B={CENTRAL_ROWS}", "\n".join(lines)] if len(lines) > 2 else []
+
+
+def _matrix(cells: dict[Cell, list[Row]]) -> list[str]:
+    """One table a model and share of heads: ours and its ratio to the fastest public kernel, by T, state and batch."""
+    parts = []
+    for model, shards in sorted({(cell.model, cell.shards) for cell in cells}, key=_model_order):
+        batches = sorted({cell.rows for cell in cells if (cell.model, cell.shards) == (model, shards)})
+        lines = [_line(["T", "checkpoint", *(f"B={b}" for b in batches)]), _line(["---"] * (len(batches) + 2))]
+        for tokens, state in sorted(
+            {(cell.tokens, cell.state) for cell in cells if cell.model == model}, key=lambda k: (k[1] != "fp32", k)
+        ):
+            for acceptance in ("full", "histogram"):
+                found = []
+                for rows in batches:
+                    measured = cells.get(Cell(model, shards, rows, tokens, state), [])
+                    mine = best(measured, "replay", "ours", HEADLINE[state], acceptance)
+                    # What rewrites the state at every token does not know how many will be kept.
+                    theirs = [row for row in measured if row["kernel"] != "replay" or row["acceptance"] == acceptance]
+                    found.append(_ratio(mine, best(({**row, "acceptance": "full"} for row in theirs), None, "public")))
+                if any(found):
+                    name = HEADLINE[state] + (", histogram" if acceptance != "full" else "")
+                    lines.append(_line([tokens, name, *found]))
+        if len(lines) > 2:
+            parts.append(f"### {_title(model, shards)}\n\n" + "\n".join(lines))
+    if not parts:
+        return []
+    return [
+        "## Ours, best buffer length, and in brackets its ratio to the fastest public kernel",
+        "Of the same state dtype, whatever its kind: standard, replay, snapshots (the state after every token), or for Gated DeltaNet at "
+        "T > 1 one that keeps the last state only, so that no draft can be rejected. Histogram: .15/.20/.25/.40 for 1 … 4 of T=4; for "
+        f"other T each draft is kept with a chance of {DRAFT_RATE}, as many in the mean. Without it every token is kept.",
+        *parts,
+    ]
+
+
+def _model_order(table: tuple[str, int]) -> tuple[int, int]:
+    return (*MODELS, KDA_64).index(table[0]), table[1]
+
+
+def _title(model: str, shards: int) -> str:
+    return f"{shape(Cell(model, shards, 1, 1, 'fp32'))} ({model}, 1/{shards} of the heads)"
+
+
+def _details(measured: Sequence[Measured], runs: Sequence[dict[str, Any]]) -> list[str]:
+    """One table a model and share of heads: every contender, batches as columns."""
+    order = {name: place for place, name in enumerate(FORMATS)}
+    tables: dict[tuple[str, int], dict[tuple[Any, ...], dict[int, str]]] = {}
     for entry in measured:
         cell = Cell(**entry["cell"])
-        tables.setdefault((cell.model, cell.shards, cell.tokens, cell.state), {})[cell.rows] = entry["rows"]
-    order = {state: place for place, state in enumerate(FORMATS)}
+        lines = tables.setdefault((cell.model, cell.shards), {})
+        for kernel, maker, state, acceptance in dict.fromkeys(
+            (r["kernel"], r["maker"], r["state"], r["acceptance"]) for r in entry["rows"]
+        ):
+            row = best(entry["rows"], kernel, maker, state, acceptance)
+            if row and state not in ONCE[cell.state]:  # those have a table of their own
+                place = (cell.state != "fp32", cell.tokens, kernel == "replay", maker == "ours", order[state.removesuffix(STOCHASTIC)])
+                name = f"{maker} {kernel} {state}" + (", histogram" if acceptance != "full" else "")
+                length = f" L{row['buffer_len']}" if row["buffer_len"] else ""
+                share = row["bytes"] / row["us"] / runs[entry["run"]]["rates"]["copy"]
+                lines.setdefault((*place, name), {})[cell.rows] = f"{row['us']:.1f}{length} {share:.0%}"
     parts = []
-    for (model, shards, tokens, state), batches in sorted(tables.items()):
-        columns = sorted(batches)
-        cell = Cell(model, shards, columns[0], tokens, state)
-        keys = dict.fromkeys(
-            (row["kernel"], row["maker"], row["state"], row["acceptance"]) for b in columns for row in batches[b] if row["us"] is not None
-        )
-        lines = [_line([state, *(f"B={b}" for b in columns)]), _line(["---"] * (len(columns) + 1))]
-        for kernel, maker, format_, acceptance in sorted(keys, key=lambda k: (k[0] == "replay", k[1] == "ours", order[k[2]], k[3])):
-            name = f"{maker} {kernel}" + (f" {format_}" if kernel == "replay" else "") + (", histogram" if acceptance != "full" else "")
-            found = [best(batches[b], kernel, maker, format_, acceptance) for b in columns]
-            lines.append(_line([name, *(_time(row) for row in found)]))
-        parts.append(f"### {shape(cell)} ({model}, 1/{shards} of the heads), T={tokens}, {state}\n\n" + "\n".join(lines))
-    return parts
+    for model, shards in sorted(tables, key=_model_order):
+        found = tables[model, shards]
+        batches = sorted({rows for line in found.values() for rows in line})
+        lines = [_line(["T", "", *(f"B={b}" for b in batches)]), _line(["---"] * (len(batches) + 2))]
+        lines += [_line([key[1], key[-1], *(found[key].get(b, "") for b in batches)]) for key in sorted(found)]
+        parts.append(f"### {_title(model, shards)}\n\n" + "\n".join(lines))
+    intro = "µs, the buffer length that was best, and the share of the rate of a copy that the bytes of state and ring (by the spec) make."
+    return ["## All cells", intro, *parts]
 
 
-def _failures(measured: Sequence[Measured]) -> list[str]:
+def _failures(cells: dict[Cell, list[Row]]) -> list[str]:
     """What did not run, with its reason, and in how many cells."""
-    counts: dict[str, int] = {}
-    for entry in measured:
-        for row in entry["rows"]:
-            if row["us"] is None:
-                name = f"{row['maker']} {row['kernel']} {row['state']}: {row['error']}"
-                counts[name] = counts.get(name, 0) + 1
-    return [f"{name} ({count} cells)" for name, count in counts.items()]
+    places: dict[str, dict[str, None]] = {}
+    for cell, rows in cells.items():
+        for row in rows:
+            for variant, error in _errors(row).items():
+                name = " ".join(filter(None, [row["maker"], row["kernel"], row["state"], variant]))
+                lost = " (took the device down, the rest of the cell was not measured)" if row.get("lost") else ""
+                places.setdefault(f"{name}, {error}{lost}", {})[cell.name] = None
+    return [f"{name}: {len(where)} cells, {next(iter(where))} first" for name, where in places.items()]
 
 
-def _time(row: Row | None) -> str:
+def _errors(row: Row) -> dict[str, str]:
+    """Variants that raised."""
+    return {variant: found for variant, found in row["variants"].items() if isinstance(found, str)}
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float:
+    return ordered[min(len(ordered) - 1, int(len(ordered) * share))] if ordered else 0.0
+
+
+def _ratio(row: Row | None, base: Row | None) -> str:
     if row is None:
         return ""
-    return f"{row['us']:.1f}" + (f" ({row['buffer_len']})" if row["buffer_len"] else "")
+    return f"{row['us']:.1f}" + (f" ({row['us'] / base['us']:.2f})" if base else "")
 
 
 def _number(value: float | None, digits: int) -> str:
@@ -280,3 +385,11 @@ def _number(value: float | None, digits: int) -> str:
 
 def _line(values: Iterable[object]) -> str:
     return "| " + " | ".join(str(value).replace("|", "\\|") for value in values) + " |"
+
+
+if __name__ == "__main__":
+    report = markdown(json.loads(Path(sys.argv[1]).read_text()))
+    if len(sys.argv) > 2:
+        Path(sys.argv[2]).write_text(report)
+    else:
+        print(report)
