@@ -237,9 +237,16 @@ def test_plots(bench, result, tmp_path, cells):
 
 
 def test_contenders_run(bench, monkeypatch):
-    """Ours as the benchmark builds them, on the CPU with two heads: every launch gives finite outputs, in every phase of the cycle."""
+    """Ours as the benchmark builds them, on the CPU with two heads: every launch serves its own slots and gives finite outputs."""
     c = bench.contenders
-    real = c._spec
+    real, served = c._spec, []
+
+    class Spy(c.ReplayWrapper):
+        def run(self, *arguments, **tensors):
+            served.append(self.slots.tolist())
+            return super().run(*arguments, **tensors)
+
+    monkeypatch.setattr(c, "ReplayWrapper", Spy)
     monkeypatch.setattr(c, "DEVICE", torch.device("cpu"))
     monkeypatch.setattr(c, "COLD_BYTES", 1e6)
     monkeypatch.setattr(c, "_spec", lambda *arguments: replace(real(*arguments), heads=2, groups=1))
@@ -254,7 +261,9 @@ def test_contenders_run(bench, monkeypatch):
         for contender in found:
             launches = contender.variants[""](tensors)
             assert len(launches) == len(tensors.slots) >= 64 // rows
+            served.clear()
             c.check(launches)
             c.check(launches)  # cursors stand still: the same again
+            assert contender.kernel != "replay" or served == 2 * tensors.slots.tolist()
         with pytest.raises(ArithmeticError):
             c.check([*launches, partial(torch.full_like, launches[0](), float("nan"))])
