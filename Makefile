@@ -30,7 +30,7 @@ test-slow: $(READY)
 test-emulated: $(READY)
 	$(PY) -m pytest --emulate 0 $(addsuffix .py,$(addprefix tests/test_,step trees delta standard cache determinism interop state_machine)) $(ARGS)
 
-# Random lives a family; ARGS="-k gdn" chooses one.
+# Random lives a family and kind of checkpoint; ARGS="-k gdn-plain" chooses one.
 LIVES ?= 3000
 fuzz: $(READY)
 	$(PY) -m pytest tests/test_state_machine.py -s --fuzz $(LIVES) $(ARGS)

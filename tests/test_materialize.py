@@ -13,7 +13,6 @@ from harness import (
     relative_error,
     same_bits,
     small_spec,
-    stored,
     with_format,
 )
 from test_moves import lived, picture, unchanged
@@ -89,10 +88,8 @@ def test_destinations_live_on(family, state_format, device):
     assert harness.cache.materialize([0, 0, 0], positions, destination=[2, -1, 1]) is None
     for was, layer in zip(before, harness.cache.layers, strict=True):
         assert all(torch.equal(a, bits(tensor[0])) for a, tensor in zip(was, layer.values(), strict=True))
-    for slot, row in ((2, 0), (1, 2)):
-        harness.slots[slot] = harness._fresh(states[row])
-        harness.slots[slot].position = int(positions[row])
-        harness.judge_state(slot)
+    for slot, row, tokens in ((2, 0, history // 2), (1, 2, 0)):
+        harness.arrive(slot, harness.slots[0], tokens, states[row])
     harness.judge_cursors()
     for _ in range(6):
         harness.step([(slot, 4) for slot in range(4)])
@@ -106,9 +103,7 @@ def test_back_to_a_boundary(family, device):
     state = [true_state(harness, layer, 0, 1) for layer in range(2)]
     position = harness.slots[0].position + 1
     harness.cache.materialize([0], int64([position], device), destination=[0])
-    harness.slots[0] = harness._fresh(state)
-    harness.slots[0].position = position
-    harness.judge_state(0)
+    harness.arrive(0, harness.slots[0], 1, state)
     for _ in range(6):
         harness.step([(0, 4)])
     harness.finish()
@@ -123,9 +118,8 @@ def test_into_another_cache(family, device):
         states = harness.cache.materialize([0], position, layout=layout)
         for layer in range(2):
             other.cache.load_state(layer, [1], states[layer], layout=layout, positions=position)
-        other.slots[1] = other._fresh([true_state(harness, layer, 0, harness.slots[0].history) for layer in range(2)])
-        other.slots[1].position = int(position)
-        other.judge_state(1)
+        history = harness.slots[0].history
+        other.arrive(1, harness.slots[0], history, [true_state(harness, layer, 0, history) for layer in range(2)])
     for _ in range(6):
         other.step([(1, 4)])
     other.finish()
@@ -261,8 +255,8 @@ def test_prefill_in_place(family, state_format, layout, device):
         cache.load_state(layer, [1, 0], plain, layout=layout)
         assert torch.equal(bits(cache.layers[layer]["state"][2:]), others)
     for slot in range(2):
-        harness.slots[slot] = harness._fresh([stored(harness.spec, 2 * state) for state in want[slot]])
-        harness.judge_state(slot)
+        model = harness.slots[slot] = harness._fresh(want[slot])
+        harness.settle(slot, model, [2 * state for state in want[slot]])
     harness.step([(slot, 3) for slot in range(4)])
     harness.finish()
 
@@ -305,10 +299,7 @@ def test_captured(family):
         graph.replay()
         for layer in range(2):
             assert relative_error(pool[layer, target], states[layer].to(torch.bfloat16)) <= 2e-4
-        harness.slots[target] = harness._fresh(states)
-        harness.slots[target].position = position
+        harness.arrive(target, model, model.history - 1, states)
         harness._fold(source)
-        harness.judge_state(target)
-        harness.judge_state(source)
         harness.judge_cursors()
     harness.finish()

@@ -4,8 +4,8 @@ import pytest
 import torch
 from harness import (
     FAMILIES,
+    FLIPS,
     FORMATS,
-    STATE_FLIPS,
     Harness,
     decode_planes,
     make_inputs,
@@ -351,5 +351,5 @@ def test_standard_kernel(family, state_format, device):
     out = StandardKernel(spec, device).run(cache.layers[0]["state"], slots, scale=cache.layers[0]["scale"], **given)
     want, final = recurrence(spec, tokens, weights, before)
     assert relative_error(out[0].cpu(), want) < 2e-3
-    assert relative_error(cache.read_state(0, [2])[0].cpu(), stored(spec, final)) < STATE_FLIPS[state_format]
+    assert relative_error(cache.read_state(0, [2])[0].cpu(), stored(spec, final)) < FLIPS[state_format]
     assert not cache.read_state(0, [0, 1]).any()

@@ -205,12 +205,12 @@ def test_output_views(family, device):
 
 
 def pool(spec, num_slots, device, gap):
-    """Cache tensors whose slots lie ``gap`` bytes beyond their size apart, in memory full of NaN."""
+    """Cache tensors whose slots lie ``gap`` bytes beyond their size apart, in memory full of ones, NaN in all floating formats."""
     layer = {}
     for name, (shape, dtype) in spec.cache_tensors.items():
         size = torch.Size(shape).numel()
-        step = (size * dtype.itemsize + gap + 15) // 16 * 16 // dtype.itemsize
-        memory = torch.full((num_slots, step), torch.nan, dtype=dtype, device=device)
+        step = (size * dtype.itemsize + gap + 15) // 16 * 16
+        memory = torch.full((num_slots, step), -1, dtype=torch.int8, device=device).view(dtype)
         layer[name] = memory[:, :size].unflatten(1, shape)
     return layer
 
