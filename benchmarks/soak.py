@@ -4,7 +4,9 @@ Requests are admitted as the trace says. On the way they are preempted (their sl
 return to any slot), forked (two requests go on from one), folded out of turn, and run beside padding, idle rows and rows of other
 lengths; drafts are accepted at random, now and then none, and a free slot is full of NaN. At its end a request's position must be the
 count of its tokens, and its state, layer by layer, the float64 recurrence over them, within the bound of an fp32 checkpoint; so must
-be its outputs, within rounding. The exit code is 1 if a single request is not.
+be its outputs, within rounding. A checkpoint that is narrower (``--format``, ``--rounding``) is judged at every fold: each of its
+numbers must be what a state within the bound of the recurrence rounds to, with the random bits of its place where rounding is
+stochastic. The recurrence then goes on from the rounded numbers. The exit code is 1 if a single request is not what it should be.
 
 On the CPU shapes are tiny, on CUDA those of published models; the reference runs beside the kernels on the same device. When its time is
 up, or on SIGTERM or Ctrl-C, it judges who is left and ends; ``--json`` is also written on the way, so that a kill leaves what was found.
@@ -21,7 +23,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from itertools import accumulate
 from pathlib import Path
@@ -30,13 +32,15 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from replayssm_jit import ReplayCache, ReplayWrapper, __version__, reference, synthetic
-from replayssm_jit.cli.serve import output_bound
+from replayssm_jit import ReplayCache, ReplayWrapper, __version__, reference, rounding, synthetic
+from replayssm_jit.cli.serve import reading_bound
 from replayssm_jit.cli.trace import Request, Server, read_trace
-from replayssm_jit.specs import SPECS, ReplaySpec
+from replayssm_jit.specs import ROUNDINGS, SPECS, STATE_FORMATS, ReplaySpec
 from replayssm_jit.traffic import acceptance_histogram
 
-STATE_BOUND = 2e-6
+#: Relative Frobenius error of an fp32 checkpoint; largest error of a narrower one's fold before it is rounded, in units of the head's
+#: root mean square.
+STATE_BOUND, FOLD_BOUND = 2e-6, 1e-5
 ACCEPTANCE = 0.8
 #: Chances in a step: that somebody is preempted, forks, is folded; that a row that may verify drafts decodes one token, does nothing,
 #: or has none of its tokens accepted.
@@ -68,6 +72,9 @@ class Life:
     seat: int | None  # of the server; a fork has none
     to_go: int
     tokens: int  # committed so far, the context included
+    seed: int  # of its rounding
+    history: int = 0  # of the tokens, those that are not in the checkpoint
+    error: float = 0.0  # worst of its folds
     slot: int | None = None  # None while it is away
     blob: bytes = b""
     back: int = 0  # step of its return
@@ -80,6 +87,9 @@ class Result:
     family: str
     backend: str
     state_format: str
+    rounding: str
+    state_bound: float
+    output_bound: float
     tokens: int = 0
     steps: int = 0
     requests: int = 0
@@ -90,9 +100,7 @@ class Result:
     judged: int = 0
     lost: int = 0
     state_error: float = 0.0
-    state_bound: float = STATE_BOUND
     output_error: float = 0.0
-    output_bound: float = 0.0
     seconds: float = 0.0
 
 
@@ -102,7 +110,7 @@ class Soak:
     Parameters
     ----------
     spec : ReplaySpec
-        An fp32 checkpoint.
+        What every layer is.
     device : torch.device
         Where kernels and reference run.
     layers, batch : int
@@ -135,7 +143,9 @@ class Soak:
         self.wanted = [torch.zeros(shape, dtype=torch.float64, device=device) for _ in self.layers]
         self.squares = [torch.zeros(2, 2 * batch, dtype=torch.float64, device=device) for _ in self.layers]  # of errors and of outputs
         self.lives: list[Life] = []
-        self.result = Result(spec.family, device.type, spec.state_format, output_bound=output_bound(spec))
+        self.exact = spec.checkpoint_dtype is torch.float32
+        bounds = STATE_BOUND if self.exact else FOLD_BOUND, reading_bound(spec)
+        self.result = Result(spec.family, device.type, spec.state_format, spec.rounding, *bounds)
 
     def run(self, goes_on: Callable[[Result], bool]) -> Result:
         """Serve for as long as is wanted after a step, then judge who is left."""
@@ -163,16 +173,16 @@ class Soak:
         self.free_slots.append(slot)
 
     def _poison(self, slot: int) -> None:
-        """What a request leaves behind must not matter to the next one."""
+        """What a request leaves behind must not matter to the next one: bytes that are no number in any floating format."""
         for layer in self.cache.layers:
             for tensor in layer.values():
-                tensor[slot].fill_(torch.nan)
+                tensor[slot].view(torch.int8).fill_(-1)
 
     def _admit(self) -> None:
         """Requests of the trace: a prefill's states are loaded, in either layout."""
         for seat, number in self.server.admit():
             context = 1 + number * 97 % 4096
-            life = Life(self.free_lines.pop(), seat, self.server.active[seat], context)
+            life = Life(self.free_lines.pop(), seat, self.server.active[seat], context, self.random.getrandbits(63))
             self.lives.append(life)
             for layer in self.layers:
                 self.wanted[layer][life.line] = self.states.take(number * len(self.layers) + layer).double()
@@ -190,6 +200,29 @@ class Soak:
             state = self.wanted[layer][life.line : life.line + 1].float()
             given = state if layout == "vk" else state.mT.contiguous()
             self.cache.load_state(layer, [life.slot], given, layout=layout, positions=positions)
+        self._fold([life], loaded=True)
+        if self.spec.stochastic:
+            self.cache.cursors["seed"][life.slot] = life.seed
+
+    def _fold(self, lives: list[Life], loaded: bool = False) -> None:
+        """These have just been folded, or loaded: judge a checkpoint that has been rounded, and let the recurrence go on from it."""
+        lives = [life for life in lives if loaded or life.history]
+        if lives and not self.exact:
+            slots, lines = [life.slot for life in lives], [life.line for life in lives]
+            seeds, positions = (
+                torch.tensor(values, dtype=torch.int64, device=self.device)
+                for values in ([life.seed for life in lives], [life.tokens - life.history for life in lives])
+            )
+            for layer in self.layers:
+                kept, want = self.cache.read_state(layer, slots).double(), self.wanted[layer][lines]
+                scale = self.cache.layers[layer]["scale"][slots] if self.spec.scaled else None
+                random = rounding.random_bits(self.spec, seeds, positions, layer) if self.spec.stochastic and not loaded else None
+                error = rounding.distance(self.spec, kept, want, scale, random) / want.square().mean((2, 3), keepdim=True).sqrt()
+                for life, worst in zip(lives, error.amax((1, 2, 3)).nan_to_num(torch.inf).tolist(), strict=True):
+                    life.error = max(life.error, worst)
+                self.wanted[layer][lines] = kept
+        for life in lives:
+            life.history = 0
 
     def _return(self, always: bool = False) -> None:
         """Requests that were away come back, to whatever slot is free."""
@@ -216,14 +249,17 @@ class Soak:
             self.result.preemptions += 1
         if here and self.free_slots and self.free_lines and self.random.random() < FORK:
             life = self.random.choice(here)
-            fork = Life(self.free_lines.pop(), None, self.random.randint(1, FORK_TOKENS), life.tokens, self._take_slot())
+            own = {"line": self.free_lines.pop(), "seat": None, "to_go": self.random.randint(1, FORK_TOKENS), "slot": self._take_slot()}
+            fork = replace(life, **own)
             self.cache.copy_slots([life.slot], [fork.slot])
             for kept in (*self.wanted, *(squares.T for squares in self.squares)):
                 kept[fork.line] = kept[life.line]
             self.lives.append(fork)
             self.result.forks += 1
         if here and self.random.random() < FOLD:
-            self.cache.flush([life.slot for life in self.random.sample(here, (len(here) + 1) // 2)])
+            folded = self.random.sample(here, (len(here) + 1) // 2)
+            self.cache.flush([life.slot for life in folded])
+            self._fold(folded)
             self.result.flushes += 1
 
     # ---- a step -----------------------------------------------------------------------------------------------------
@@ -243,12 +279,15 @@ class Soak:
         inputs = [self.pool.take(self.result.steps * len(self.layers) + layer, len(rows), width) for layer in self.layers]
         index = self._on_device([-1 if life is None else life.slot for life in rows])
         outputs = self._run(index, lengths, inputs)
+        most = self.spec.buffer_len
+        self._fold([life for life, length in zip(rows, lengths, strict=True) if life and length and life.history + length > most])
         self._refer(rows, counts, inputs, outputs)
         self.wrapper.commit(index, self._on_device(lengths), self._on_device(counts))
         finished = {}
         for life, count in zip(rows, counts, strict=True):
             if life is not None:
                 life.tokens += count
+                life.history += count
                 life.to_go -= count
                 self.result.tokens += count
                 if life.seat is not None:
@@ -317,16 +356,18 @@ class Soak:
         slots = [life.slot for life in lives]
         lines = torch.tensor([life.line for life in lives], dtype=torch.int64, device=self.device)
         self.cache.flush(slots)
+        self._fold(lives)
         positions = self.cache.position[torch.tensor(slots, device=self.device)].tolist()
-        states, outputs = torch.zeros(2, len(lives), dtype=torch.float64, device=self.device)
+        outputs = torch.zeros(len(lives), dtype=torch.float64, device=self.device)
+        states = torch.tensor([life.error for life in lives], dtype=torch.float64, device=self.device)
         for layer in self.layers:
-            want = self.wanted[layer][lines].flatten(1)
+            want = self.wanted[layer][lines].flatten(1)  # of a rounded checkpoint its own numbers, as its last fold left them
             error = (self.cache.read_state(layer, slots).flatten(1).double() - want).norm(dim=1) / want.norm(dim=1).clamp_min(1e-30)
             states = torch.maximum(states, error.nan_to_num(torch.inf))
             squares = self.squares[layer][:, lines]
             outputs = torch.maximum(outputs, (squares[0] / squares[1].clamp_min(1e-30)).sqrt().nan_to_num(torch.inf))
         for life, position, state, output in zip(lives, positions, states.tolist(), outputs.tolist(), strict=True):
-            good = position == life.tokens and state <= STATE_BOUND and output <= result.output_bound
+            good = position == life.tokens and state <= result.state_bound and output <= result.output_bound
             if not good:
                 print(f"lost: {life}: position {position}, state error {state:.3g}, output error {output:.3g}", file=sys.stderr)
             result.judged += 1
@@ -387,7 +428,10 @@ class Session:
                 self.write([*self.results, result])
             return done < 1 and not self._stopped
 
-        spec = SPECS[family](**SHAPES[self.device.type][family], buffer_len=options.buffer_len, max_tokens=options.max_tokens)
+        checkpoint, read = next(pair for pair, name in STATE_FORMATS.items() if name == options.format)
+        precision = {"checkpoint_dtype": checkpoint, "read_dtype": read, "rounding": options.rounding}
+        window = {"buffer_len": options.buffer_len, "max_tokens": options.max_tokens}
+        spec = SPECS[family](**SHAPES[self.device.type][family], **window, **precision)
         result = Soak(spec, self.device, options.layers, options.batch, trace, options.seed).run(goes_on)
         self.results.append(result)
         self.write(self.results)
@@ -395,7 +439,7 @@ class Session:
         self.progress.console.print(
             f"{family}: {result.tokens} tokens of {result.requests} requests and {result.forks} forks, {result.preemptions} preemptions, "
             f"{result.steps} steps in {result.seconds:.0f} s; {result.judged} judged, {result.lost} lost; "
-            f"worst state error {result.state_error:.2g} of {STATE_BOUND}, worst output error {result.output_error:.2g}"
+            f"worst state error {result.state_error:.2g} of {result.state_bound}, worst output error {result.output_error:.2g}"
         )
 
     def write(self, results: list[Result]) -> None:
@@ -414,6 +458,8 @@ def main(args: list[str] | None = None) -> int:
     parser.add_argument("--families", nargs="+", choices=[*SPECS], default=[*SPECS], help="default: all")
     parser.add_argument("--tokens", type=int, default=10**6, help="most tokens a family (default: %(default)s)")
     parser.add_argument("--minutes", type=float, help="end after about this long, all families together")
+    parser.add_argument("--format", choices=[*STATE_FORMATS.values()], default="fp32_bf16", help="checkpoint_read (default: %(default)s)")
+    parser.add_argument("--rounding", choices=ROUNDINGS, default="nearest", help="of a flush (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=32, help="requests served at once (default: %(default)s)")
     parser.add_argument("--layers", type=int, default=2, help="default: %(default)s")
     parser.add_argument("--buffer-len", type=int, default=16, help="default: %(default)s")

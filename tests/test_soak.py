@@ -38,6 +38,19 @@ def test_nothing_is_lost(soak, tmp_path, capsys):
     assert capsys.readouterr().out.count(" 0 lost; ") == len(FAMILIES)
 
 
+@pytest.mark.parametrize(("family", "state_format", "rounding"), [("mamba2", "fp8", "nearest"), ("gdn", "int16_int8", "stochastic")])
+def test_rounded_checkpoints(soak, family, state_format, rounding, monkeypatch):
+    """Judged fold by fold, and able to fail: with the random bits of another layer nearly every request is lost."""
+    arguments = ["--tokens", "3000", "--batch", "8", "--families", family, "--format", state_format, "--rounding", rounding]
+    assert soak.main(arguments) == 0
+    if rounding == "stochastic":
+        draw = soak.rounding.random_bits
+        monkeypatch.setattr(soak.rounding, "random_bits", lambda spec, seed, position, layer: draw(spec, seed, position, layer + 1))
+    else:
+        monkeypatch.setattr(soak, "FOLD_BOUND", 1e-8)
+    assert soak.main(arguments) == 1
+
+
 @pytest.mark.parametrize("ends", ["time", "signal"])
 def test_it_ends_with_what_it_has(soak, ends, tmp_path, monkeypatch):
     """When its time is up, and when it is told to: whoever was admitted is judged, and the file is whole."""

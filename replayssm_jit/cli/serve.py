@@ -19,19 +19,21 @@ from ..traffic import acceptance_histogram
 from ..wrapper import ReplayWrapper
 from .trace import Request, Server
 
-#: Root-mean-square relative error of rounding to a dtype (for fp32: of a recurrence's sums in it).
-_ROUNDING = {torch.float32: 1e-6, torch.float16: 2.5e-4, torch.bfloat16: 2e-3}
+#: Root-mean-square relative error of rounding to a dtype (for fp32: of a recurrence's sums in it; for multiples of a row's scale: where
+#: the largest number of a row is five times its root mean square).
+_ROUNDING = {torch.float32: 1e-6, torch.float16: 2.5e-4, torch.bfloat16: 2e-3, torch.float8_e4m3fn: 2.7e-2, torch.int8: 1.1e-2}
 _SAMPLED_HEADS = 4
 
 
-def output_bound(spec: ReplaySpec) -> float:
-    """Largest relative error of one token's output that rounding explains.
+def reading_bound(spec: ReplaySpec) -> float:
+    """Largest relative error of one token's output that is explained by its own rounding and by reading the state through its plane."""
+    return 5 * (_ROUNDING[spec.dtype] + _ROUNDING[spec.read_dtype])
 
-    Both sides round their outputs to the activation dtype, and replay reads the state through its read plane. A 16-bit state is
-    rounded by the standard kernel at every token, which adds up.
-    """
-    bound = 5 * (_ROUNDING[spec.dtype] + _ROUNDING[spec.read_dtype])
-    return bound if spec.checkpoint_dtype is torch.float32 else bound + 40 * _ROUNDING[spec.checkpoint_dtype]
+
+def output_bound(spec: ReplaySpec) -> float:
+    """The same between replay and the standard kernel, which rounds a state narrower than fp32 at every token: that adds up."""
+    exact = spec.checkpoint_dtype is torch.float32
+    return reading_bound(spec) + (0 if exact else 40 * _ROUNDING[spec.checkpoint_dtype])
 
 
 @dataclass
