@@ -15,6 +15,20 @@ from . import kernels, tactics
 from .specs import ReplaySpec
 
 
+def check_precision(checkpoint_dtype: torch.dtype, rounding: str = "nearest") -> None:
+    """Refuse what the standard kernel has no form of.
+
+    Raises
+    ------
+    ValueError
+        The state is int16, or rounded stochastically.
+    """
+    if checkpoint_dtype is torch.int16:
+        raise ValueError("the standard kernel has no int16 state; float32, bfloat16, float16, int8 and float8_e4m3fn it has")
+    if rounding != "nearest":
+        raise ValueError(f"the standard kernel rounds to nearest, not rounding={rounding!r}")
+
+
 class StandardKernel:
     """The standard kernel of one spec on one device.
 
@@ -27,11 +41,14 @@ class StandardKernel:
 
     Raises
     ------
+    ValueError
+        The spec's checkpoint is int16 or rounded stochastically.
     replayssm_jit.jit.JitError
         The kernel cannot be built here.
     """
 
     def __init__(self, spec: ReplaySpec, device: torch.device | str) -> None:
+        check_precision(spec.checkpoint_dtype, spec.rounding)
         self.spec = kernels.one_plane(spec)
         self.device = torch.device(device)
         if self.device.type == "cuda" and self.device.index is None:

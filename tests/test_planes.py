@@ -335,6 +335,13 @@ def test_scale_of_the_standard_kernel(device):
             kernel.run(cache.layers[0]["state"], torch.zeros(1, dtype=torch.int32, device=device), scale=scale, x=torch.zeros(1, 1, 2, 32))
 
 
+@pytest.mark.parametrize(("changes", "match"), [(with_format("int16_int8"), "no int16 state"), ({"rounding": "stochastic"}, "to nearest")])
+def test_what_the_standard_kernel_has_not(changes, match, device):
+    spec = small_spec("mamba2", **SMALL | with_format("bf16") | changes)
+    with pytest.raises(ValueError, match=f"the standard kernel .*{match}"):
+        StandardKernel(spec, device)
+
+
 @pytest.mark.parametrize("state_format", ["int8", "fp8"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_standard_kernel(family, state_format, device):

@@ -18,7 +18,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from .. import models
-from ..specs import MAX_BUFFER_LEN, MAX_TOKENS, ReplaySpec
+from ..specs import DTYPE_NAMES, MAX_BUFFER_LEN, MAX_TOKENS, ReplaySpec
+from ..standard import check_precision
 from . import CheckFailedError, CliError
 from .serve import Phase, Summary
 from .trace import read_trace
@@ -28,7 +29,7 @@ DEFAULT_MODEL = "nemotron-3-nano-4b"
 #: enough for the time limit.
 _STATE_BYTES = {"cpu": 512 << 20, "cuda": 4 << 30}
 _BATCH = {"cpu": 16, "cuda": 256}
-_READ_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_NAMES}
 
 
 class _Range(click.FloatRange):
@@ -62,12 +63,11 @@ class _Range(click.FloatRange):
     help="1 + drafts of a verification step.",
 )
 @click.option("--buffer-len", type=click.IntRange(1, MAX_BUFFER_LEN), default=16, show_default=True, help="Most history a slot holds.")
+@click.option("--checkpoint-dtype", type=click.Choice(list(_DTYPES)), help="What is kept of the state.  [default: the model's]")
 @click.option(
     "--read-dtype",
-    type=click.Choice(list(_READ_DTYPES)),
-    default="bfloat16",
-    show_default=True,
-    help="What steps read of the fp32 checkpoint: its bf16 plane, or all of it.",
+    type=click.Choice(list(_DTYPES)),
+    help="What steps read of it: a plane, a copy, or all.  [default: bfloat16 of a float32 checkpoint, all of others]",
 )
 @click.option("--batch", type=click.IntRange(1, 4096), metavar="N", help="Requests served at once.")
 @click.option("--layers", type=click.IntRange(1, 512), metavar="N", help="Layers, instead of what fits.")
@@ -83,7 +83,8 @@ def demo(
     acceptance: float,
     tokens_per_step: int,
     buffer_len: int,
-    read_dtype: str,
+    checkpoint_dtype: str | None,
+    read_dtype: str | None,
     batch: int | None,
     layers: int | None,
     steps: int,
@@ -105,7 +106,13 @@ def demo(
     requests = read_trace(trace)
     shapes = models.by_name(model or DEFAULT_MODEL) if config is None else models.from_config(config)
     device = _device(backend)
-    specs = [shapes.spec(buffer_len=buffer_len, max_tokens=tokens, **_read_option(shapes, read_dtype)) for tokens in (1, tokens_per_step)]
+    given = {"checkpoint_dtype": checkpoint_dtype, "read_dtype": read_dtype}
+    dtypes = {name: _DTYPES[value] for name, value in given.items() if value is not None}
+    try:
+        check_precision(dtypes.get("checkpoint_dtype", torch.float32))
+    except ValueError as error:
+        raise CliError(f"--checkpoint-dtype {checkpoint_dtype}: {error}, and replay is compared with it here") from error
+    specs = [shapes.spec(buffer_len=buffer_len, max_tokens=tokens, **dtypes) for tokens in (1, tokens_per_step)]
     batch, layers = _fit(specs[-1], device, batch, layers, shapes.layers)
 
     console = Console()
@@ -132,12 +139,6 @@ def demo(
     if json_path is not None:
         _write_json(json_path, summaries)
     _judge(summaries)
-
-
-def _read_option(shapes: models.Model, read_dtype: str) -> dict[str, torch.dtype]:
-    """The read plane, for models whose state is fp32; a 16-bit state has one plane."""
-    exact = shapes.fields.get("checkpoint_dtype", torch.float32) is torch.float32
-    return {"read_dtype": _READ_DTYPES[read_dtype]} if exact else {}
 
 
 def _device(backend: str) -> torch.device:

@@ -13,6 +13,7 @@ import torch
 
 from .. import reference, synthetic
 from ..cache import ReplayCache
+from ..rounding import LARGEST
 from ..specs import ReplaySpec
 from ..standard import StandardKernel
 from ..traffic import acceptance_histogram
@@ -114,6 +115,8 @@ class Phase:
         # The standard kernel cannot take a token back, so it keeps one snapshot a token; `_accepted` is the one that counts.
         shape = (batch * self.tokens, *spec.shape("H", "P", "N"))
         self.snapshots = [torch.zeros(shape, dtype=spec.checkpoint_dtype, device=device) for _ in range(layers)]
+        scaled = self.standard.spec.scaled
+        self.scales = [torch.zeros(shape[:3], device=device) if scaled else None for _ in range(layers)]
         self._accepted = [slot * self.tokens for slot in range(batch)]
         self._history = [0] * batch
         self._planned: list[int] = []
@@ -144,11 +147,25 @@ class Phase:
         for layer in range(self.layers):
             state = self.states.take(number * self.layers + layer)
             self.cache.load_state(layer, [slot], state[None])
-            self.snapshots[layer][slot * self.tokens].copy_(state)
+            self._keep(layer, slot * self.tokens, state)
             for head in self.sampled:
-                head.load(layer, slot, state)
+                head.load(layer, slot, self._kept(layer, slot * self.tokens))
         self._accepted[slot] = slot * self.tokens
         self._history[slot] = 0
+
+    def _keep(self, layer: int, index: int, state: torch.Tensor) -> None:
+        """A state as a snapshot of the standard kernel."""
+        snapshot, scales = self.snapshots[layer][index], self.scales[layer]
+        if scales is not None:
+            scales[index] = state.abs().amax(-1) / LARGEST[snapshot.dtype]
+            state = state / scales[index][..., None]
+            state = state if snapshot.is_floating_point() else state.round()
+        snapshot.copy_(state)
+
+    def _kept(self, layer: int, index: int | torch.Tensor) -> torch.Tensor:
+        """Snapshots as float32."""
+        states, scales = self.snapshots[layer][index].float(), self.scales[layer]
+        return states if scales is None else states * scales[index][..., None]
 
     def _step(self, number: int) -> None:
         spec, tokens, slots = self.spec, self.tokens, list(self.server.active)
@@ -167,6 +184,7 @@ class Phase:
                 self.snapshots[layer],
                 read_slots,
                 self._write_slots,
+                scale=self.scales[layer],
                 out=self._outputs[1][layer],
                 tensors=inputs[layer] | self.weights[layer],
             )
@@ -219,7 +237,7 @@ class Phase:
             self.cache.flush(slots)
             index = torch.tensor([self._accepted[slot] for slot in slots], device=self.device)
             for layer in range(self.layers):
-                got, want = self.cache.read_state(layer, slots), self.snapshots[layer][index].float()
+                got, want = self.cache.read_state(layer, slots), self._kept(layer, index)
                 state_error = max(state_error, float(((got - want).norm() / want.norm()).nan_to_num(torch.inf)))
         # Full batches where there are enough of them, else the usual ones.
         full = sum(step.rows == self.batch for step in self._log)
@@ -235,7 +253,7 @@ class Phase:
             batch=usual,
             tokens_per_step=self.tokens,
             buffer_len=spec.buffer_len,
-            state_bytes_standard=round(usual * self.layers * spec.standard_step_bytes(self.tokens)),
+            state_bytes_standard=round(usual * self.layers * self.standard.spec.standard_step_bytes(self.tokens)),
             state_bytes_replay=round(usual * self.layers * spec.step_bytes(self.tokens, history, flush_share)),
             us_standard=round(standard, 1),
             us_replay=round(replay, 1),
@@ -272,7 +290,7 @@ class _SampledHead:
     def load(self, layer: int, slot: int, state: torch.Tensor) -> None:
         """Follow the slot's new request."""
         if (layer, slot) == (self.layer, self.slot):
-            self._state, self.live = state[self._index["H"]].to(self.spec.checkpoint_dtype).double(), True
+            self._state, self.live = state[self._index["H"]].double(), True
 
     def step(self, row: int, inputs: dict[str, torch.Tensor], out: torch.Tensor, accepted: int) -> torch.Tensor:
         """Relative error of the new tokens' outputs; afterwards the accepted ones count."""

@@ -72,6 +72,19 @@ def test_sixteen_bit_state(device, tmp_path, capsys):
     assert (code, err) == (0, "")
 
 
+@pytest.mark.parametrize(
+    ("options", "kept"), [(["--read-dtype", "int8"], 4), (["--checkpoint-dtype", "int8"], 1), (["--checkpoint-dtype", "float8_e4m3fn"], 1)]
+)
+def test_rows_with_scales(options, kept, device, tmp_path, capsys):
+    path = tmp_path / "rows.json"
+    code, _, err = run([*TINY, "--backend", device.type, *options, "--json", path], capsys)
+    assert (code, err) == (0, "")
+    for row in json.loads(path.read_text()):
+        scales = 4 * 32 if kept == 1 else 0  # of a state of 32 x 64
+        assert row["state_bytes_standard"] == 2 * 4 * (1 + row["tokens_per_step"]) * 24 * (32 * 64 * kept + scales)
+        assert 0 < row["state_bytes_replay"] < row["state_bytes_standard"]
+
+
 def test_an_error_beyond_the_bound_fails(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(serve, "output_bound", lambda spec: 1e-9)
     path = tmp_path / "rows.json"
@@ -104,7 +117,10 @@ def test_the_time_limit_ends_a_long_run(capsys):
         (["--tokens-per-step", "8", "--buffer-len", "4"], "--tokens-per-step must be at most --buffer-len 4"),
         (["--buffer-len", "0"], "0 is not in the range"),
         (["--buffer-len", "65"], "65 is not in the range"),
-        (["--read-dtype", "int8"], "'int8' is not one of"),
+        (["--read-dtype", "int4"], "'int4' is not one of"),
+        (["--read-dtype", "float16"], "checkpoint_dtype/read_dtype must be one of"),
+        (["--checkpoint-dtype", "bfloat16", "--read-dtype", "int8"], "checkpoint_dtype/read_dtype must be one of"),
+        (["--checkpoint-dtype", "int16"], "--checkpoint-dtype int16: the standard kernel has no int16 state"),
         (["--batch", "0"], "0 is not in the range"),
         (["--batch", "many"], "'many' is not a valid integer"),
         (["--layers", "0"], "0 is not in the range"),
