@@ -1,12 +1,18 @@
 """Formats of the checkpoint beyond plain numbers: scaled planes, copies for reading, stochastic rounding, and what a monitor sees."""
 
+import itertools
+from contextlib import nullcontext
+
 import pytest
 import torch
+from conftest import CUDA
+from emulator import emulated
 from harness import (
     FAMILIES,
     FLIPS,
     FORMATS,
     Harness,
+    crossed,
     decode_planes,
     make_inputs,
     make_weights,
@@ -24,7 +30,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from replayssm_jit import ReplayCache, kernels
+from replayssm_jit import ReplayCache, ReplayWrapper, kernels
 from replayssm_jit.standard import StandardKernel
 
 SCALED = [name for name, (_, read_dtype) in FORMATS.items() if read_dtype.itemsize == 1]
@@ -244,6 +250,81 @@ def test_moved_slots_draw_the_same(family, state_format, device):
         assert same_bits(states[1], other.states(layer)[1])
         for name in spec.state_tensors:
             assert same_bits(one.cache.layers[layer][name][2], other.cache.layers[layer][name][1])
+
+
+def exact_tokens(spec, count):
+    """Tokens that do not decay, and numbers of so few bits that every way to fold them gives the same float32."""
+    generator = torch.Generator().manual_seed(136)
+
+    def multiples(unit, most, *dims):
+        return unit * torch.randint(-most, most + 1, (count, *spec.shape(*dims)), generator=generator)
+
+    if spec.family == "mamba2":
+        tokens = {"x": multiples(2**-4, 32, "H", "P"), "B": multiples(2**-5, 32, "G", "N"), "C": multiples(1, 1, "G", "N")}
+        tokens |= {"dt": torch.full((count, *spec.shape("H")), 0.5)}
+        return tokens, {"A": torch.full(spec.shape("H"), -(2.0**-127))}
+    signs = torch.ones(1, 1)
+    while len(signs) < spec.state_dim:  # orthogonal rows
+        signs = torch.cat([torch.cat([signs, signs], 1), torch.cat([signs, -signs], 1)])
+    keys = signs[3 : 3 + count, None].expand(-1, spec.groups_, -1) / 8
+    gate = spec.inputs[3]
+    tokens = {"q": keys, "k": keys, "v": multiples(2**-9, 127, "H", "P"), "beta": torch.full((count, *spec.shape("H")), 0.5)}
+    return tokens | {"g": torch.zeros(count, *spec.shape(gate.outer, gate.inner))}, {}
+
+
+@pytest.mark.parametrize(
+    ("family", "state_format"),
+    crossed(
+        FAMILIES,
+        NARROW,
+        always=lambda *case: case in {("mamba2", "int16_int8"), ("mamba2", "bf16"), ("mamba2", "fp8"), ("gdn", "int8"), ("kda", "fp16")},
+    ),
+)
+@pytest.mark.parametrize("other", ["emulated", CUDA])
+def test_backends_draw_alike(family, state_format, other, request):
+    """A slot moves from the CPU to the CUDA backend with tokens in its ring and is folded on both: the same bytes."""
+    if request.config.getoption("--emulate") is not None:
+        pytest.skip("needs the CPU backend beside the other")
+    form = {"dt_softplus": False} if family == "mamba2" else {"gate": "precomputed", "beta": "value", "qk_norm": False}
+    form |= {"groups" if family == "mamba2" else "key_heads": 1}
+    spec = small_spec(family, heads=2, state_dim=64, rounding="stochastic", **with_format(state_format), **form)
+    tokens, weights = exact_tokens(spec, 2)
+    generator = torch.Generator().manual_seed(137)
+    most = {"int8": 127 * 2.0**-3, "fp8": 448 * 2.0**-5, "int16_int8": 32639 * 2.0**-11}.get(state_format, 16.0)
+    state = most * 2.0 ** -torch.randint(0, 4, spec.shape("H", "P", "N"), generator=generator)
+    state *= 1 - 2 * torch.randint(0, 2, state.shape, generator=generator)
+    state[..., 0] = most
+
+    here = ReplayCache.allocate(spec, num_layers=2, num_slots=3, device="cpu")
+    wrapper = ReplayWrapper(here)
+    slots = torch.arange(3, dtype=torch.int32)
+    wrapper.plan(slots, 2)
+    for layer in range(2):
+        here.set_weights(layer, **weights)
+        here.load_state(layer, slots, state.expand(3, *state.shape), positions=torch.tensor([7, 7, 2**40]))
+        inputs = {
+            i.name: tokens[i.name].to(spec.dtype_of(i.dtype)).expand(3, *tokens[i.name].shape).contiguous()
+            for i in spec.inputs
+            if i.name in tokens
+        }
+        wrapper.run(layer, **inputs)
+    wrapper.commit(slots, 2, torch.full_like(slots, 2))
+    here.cursors["seed"].copy_(torch.tensor([5, 2**62, 5]))
+    blob = here.export(slots)
+    here.flush(slots)
+    want = here.export(slots)
+    drawn = [*here.read_state(0, slots), here.read_state(1, [0])[0]]
+    for a, b in itertools.combinations(drawn, 2):
+        assert not torch.equal(a, b), "seed, position and layer decide"
+    with emulated(5) if other == "emulated" else nullcontext():
+        device = torch.device("cpu" if other == "emulated" else "cuda")
+        there = ReplayCache.allocate(spec, num_layers=2, num_slots=5, device=device)
+        for layer in range(2):
+            there.set_weights(layer, **{name: w.to(device) for name, w in weights.items()})
+        moved = [4, 0, 3]
+        there.import_(moved, blob)
+        there.flush(moved)
+        assert there.export(moved) == want
 
 
 def test_fresh_slots_have_no_seed(device):
