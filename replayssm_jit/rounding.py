@@ -85,7 +85,7 @@ def distance(spec: ReplaySpec, kept: Tensor, want: Tensor, scale: Tensor | None 
         kept = kept.float().to(dtype).double()
         size, exponent = torch.frexp(kept.abs())
         exponent = torch.where(kept == 0, least, exponent - 1).clamp_min(least)
-        above = torch.ldexp(torch.ones_like(want), exponent - mantissa)
+        above = (exponent.long() - mantissa + 1023 << 52).view(torch.float64)  # a power of two, exact on every device
         below = torch.where((size == 0.5) & (exponent > least), above / 2, above)
         # Magnitudes are rounded; zero is what it is from either side.
         want = torch.where(kept == 0, want.abs(), want * kept.sign())

@@ -31,6 +31,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from replayssm_jit import ReplayCache, ReplayWrapper, kernels
+from replayssm_jit.rounding import distance
 from replayssm_jit.standard import StandardKernel
 
 SCALED = [name for name, (_, read_dtype) in FORMATS.items() if read_dtype.itemsize == 1]
@@ -117,6 +118,20 @@ def test_rounding_error(state_format, bound, device):
     cache.load_state(0, [1], state[None].to(device))
     error = (cache.read_state(0, [1])[0].cpu() - state).abs() / state.abs().amax(-1, keepdim=True)
     assert 0.9 * bound < float(error.max()) < 1.01 * bound
+
+
+@pytest.mark.parametrize("state_format", NARROW)
+def test_distance_before_rounding(state_format, device):
+    """The judge of folds: nothing where a number is kept as it should be, half a step where its neighbour is."""
+    cache = allocate(device, **with_format(state_format))
+    state = torch.randn(cache.spec.shape("H", "P", "N"), generator=torch.Generator().manual_seed(138)).to(device)
+    cache.load_state(0, [1], state[None])
+    kept, scale = cache.read_state(0, [1])[0], cache.layers[0]["scale"][1] if cache.spec.scaled else None
+    step = step_size(cache.spec, state.double())
+    assert float((distance(cache.spec, kept, state, scale) / state.abs().amax()).max()) < 1e-6
+    size = 1 if state_format != "fp8" else 0.5  # a step of most numbers is smaller than that of the largest
+    beside = distance(cache.spec, kept, state + size * step, scale)
+    assert float((beside > 0.4 * size * step).double().mean()) > 0.8
 
 
 # ---- stochastic rounding --------------------------------------------------------------------------------------------
