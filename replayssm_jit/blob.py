@@ -56,7 +56,7 @@ def export_slots(cache: ReplayCache, slots: list[int]) -> bytes:
             if name.startswith("ring_"):
                 part.copy_(tensor[entries[0], :, entries[1]])
             else:
-                part.copy_(_rearranged(cache, name, tensor[index], to_rows=True))
+                part.copy_(rearranged(cache, name, tensor[index], to_rows=True))
         offset += _padded(nbytes)
     _PREFIX.pack_into(blob, 0, MAGIC, VERSION, len(header), size)
     blob[_PREFIX.size : _BODY] = _digest(memoryview(blob))
@@ -90,7 +90,7 @@ def import_slots(cache: ReplayCache, slots: list[int], blob: bytes | bytearray |
             if name.startswith("ring_"):
                 tensor[entries[0], :, entries[1]] = part[live].to(cache.device)
             else:
-                tensor[index] = _rearranged(cache, name, part[kept].to(cache.device), to_rows=False)
+                tensor[index] = rearranged(cache, name, part[kept].to(cache.device), to_rows=False)
         offset += _padded(nbytes)
     for name, cursor in cache.cursors.items():
         cursor[index] = torch.tensor([header[name][row] for row in kept], dtype=cursor.dtype, device=cache.device)
@@ -100,7 +100,7 @@ def import_slots(cache: ReplayCache, slots: list[int], blob: bytes | bytearray |
 _PANEL = (16, 64)
 
 
-def _rearranged(cache: ReplayCache, name: str, tensor: torch.Tensor, *, to_rows: bool) -> torch.Tensor:
+def rearranged(cache: ReplayCache, name: str, tensor: torch.Tensor, *, to_rows: bool) -> torch.Tensor:
     """A copy of checkpoints, as integers, with their planes row by row instead of as the device has them, or the way back."""
     spec = cache.spec
     if name != "state" or not spec.two_planes or kernels.backend_of(cache.device) != "cuda":

@@ -1,7 +1,7 @@
 """Inputs of one call in a file, and the call repeated from it.
 
 The file is what ``torch.save`` makes of plain values and tensors: the call and its arguments with their strides and alignment, the
-spec, the cursors, the plan, and of the cache only the slots and layers that the call names.
+spec, the cursors, the plan, and of the cache only the slots and layers that the call names, two planes row by row whatever the device.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from typing import Any
 
 import torch
 
-from .blob import bit_view
+from .blob import bit_view, rearranged
 from .cache import ReplayCache
 from .jit import env
 from .specs import spec_from
 from .wrapper import ReplayWrapper
 
 _FORMAT = 1
-_CURSORS = ("ring_start", "history", "position")
 #: Calls that touch cursors at most; but for a commit of trees, which moves ring entries.
 _NO_STATE = ("plan", "commit", "set_weights")
 _count = itertools.count()
@@ -111,9 +110,12 @@ def _inputs(owner: ReplayCache | ReplayWrapper, name: str, args: tuple[Any, ...]
         "num_layers": len(cache.layers),
         "pad_slot": getattr(owner, "pad_slot", -1),
         "plan": None if plan is None else {key: _pack(value) for key, value in plan.items()},
-        "cursors": {cursor: getattr(cache, cursor).cpu() for cursor in _CURSORS},
+        "cursors": {cursor: tensor.cpu() for cursor, tensor in cache.cursors.items()},
         "slots": slots,
-        "layers": {layer: {key: bit_view(tensor)[index].cpu() for key, tensor in cache.layers[layer].items()} for layer in layers},
+        "layers": {
+            layer: {key: rearranged(cache, key, bit_view(tensor)[index], to_rows=True).cpu() for key, tensor in cache.layers[layer].items()}
+            for layer in layers
+        },
         "weights": {layer: {key: t.cpu() for key, t in (cache.weights[layer] or {}).items()} for layer in range(len(cache.layers))},
     }
 
@@ -129,7 +131,7 @@ def _cache(held: dict[str, Any], device: torch.device) -> ReplayCache:
     index = torch.tensor(held["slots"], dtype=torch.int64, device=cache.device)
     for layer, tensors in held["layers"].items():
         for name, rows in tensors.items():
-            bit_view(cache.layers[layer][name])[index] = rows.to(cache.device)
+            bit_view(cache.layers[layer][name])[index] = rearranged(cache, name, rows.to(cache.device), to_rows=False)
     for layer, weights in held["weights"].items():
         if weights:
             cache.set_weights(layer, **{name: tensor.to(cache.device) for name, tensor in weights.items()})

@@ -3,11 +3,14 @@
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
-from harness import FAMILIES, Harness, projection_views, same_bits, small_spec
+from conftest import CUDA
+from emulator import emulated
+from harness import FAMILIES, Harness, projection_views, relative_error, same_bits, small_spec, with_format
 
 from replayssm_jit import ReplayCache, ReplayWrapper, cli, dump
 
@@ -24,8 +27,8 @@ def level(monkeypatch, tmp_path):
     return lambda value: monkeypatch.setenv("REPLAYSSM_LOG_LEVEL", str(value))
 
 
-def lived(family, device, **options):
-    harness = Harness(small_spec(family), device, layers=2, seed=65, layout=projection_views(1), **options)
+def lived(family, device, **precision):
+    harness = Harness(small_spec(family, **precision), device, layers=2, seed=65, layout=projection_views(1))
     for _ in range(3):
         harness.step([(s, 4) for s in range(4)], [1, 2, 3, 4])
     return harness
@@ -80,12 +83,13 @@ def test_level_one_prints_shapes(level, tmp_path, capsys, device):
     assert not files(tmp_path)
 
 
+@pytest.mark.parametrize("precision", [{}, {"rounding": "stochastic", **with_format("int16_int8")}], ids=["", "int16_int8"])
 @pytest.mark.parametrize("mode", ["fixed", "padded", "packed"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_failed_run_is_repeated(family, mode, level, tmp_path, capsys, device):
+def test_a_failed_run_is_repeated(family, mode, precision, level, tmp_path, capsys, device):
     """A launch that fails leaves its inputs; repeated, the call gives the bits that it would have given."""
     level(2)
-    good, bad = lived(family, device), lived(family, device)
+    good, bad = lived(family, device, **precision), lived(family, device, **precision)
     assert not files(tmp_path)
     rows = [(3, 4), (-1, 4), (0, 4)] if mode == "fixed" else [(3, 4), (-1, 2), (0, 1)]
     total = sum(t for _, t in rows)
@@ -108,6 +112,31 @@ def test_a_failed_run_is_repeated(family, mode, level, tmp_path, capsys, device)
     assert same_bits(dump.rerun(str(path)), want)
     assert cli.run(["rerun", str(path)]) == 0
     assert f"ReplayWrapper.run passed, which returned torch.bfloat16{list(want.shape)}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("there", ["emulated", CUDA])
+def test_a_run_is_repeated_on_another_device(there, level, tmp_path, request):
+    """Of a GPU's inputs on the host: the backends arrange two planes differently."""
+    if request.config.getoption("--emulate") is not None:
+        pytest.skip("needs the CPU backend beside the other")
+    level(2)
+    with emulated(5) if there == "emulated" else nullcontext():
+        harness = lived("mamba2", "cpu" if there == "emulated" else "cuda")
+        harness.plan([(3, 4), (-1, 4), (0, 4)], "fixed")
+        inputs = inputs_of(harness)
+        launch = harness.wrapper._launch
+
+        def fail(address):
+            launch(address)
+            raise RuntimeError("the device has left")
+
+        harness.wrapper._launch = fail
+        out = torch.zeros(3, 4, *harness.spec.shape("H", "P"), dtype=harness.spec.dtype, device=harness.device)
+        with pytest.raises(RuntimeError, match="the device has left"):
+            harness.wrapper.run(1, out=out, **inputs)
+    (path,) = files(tmp_path)
+    level(0)
+    assert relative_error(dump.rerun(str(path), "cpu"), out) < 2e-3
 
 
 def test_a_commit_of_trees_is_repeated(level, tmp_path, device):
