@@ -16,7 +16,7 @@ CUDA = pytest.param(
 
 def pytest_addoption(parser):
     parser.addoption("--emulate", type=int, metavar="SEED", help="run behaviour tests on CUDA kernels without a GPU (tests/emulator)")
-    parser.addoption("--fuzz", type=int, metavar="N", help="random lives a family in test_state_machine.py, instead of a fixed hundred")
+    parser.addoption("--fuzz", type=int, metavar="N", help="random lives a test in test_state_machine.py, instead of fixed ones")
     parser.addoption("--shard", metavar="I/N", help="run the Ith of N parts of the tests, from 0")
 
 
