@@ -41,10 +41,10 @@ def fold_smem(spec: ReplaySpec) -> int:
         return _round_up(length * (row + value_row) + (length + 1) * 4, 16)
     factors = _fold_factors(spec)
     if spec.family == "gdn":
-        return _round_up(_round_up(length, 8) * row + factors + 2 * length * 4, 16)
+        return _round_up(_round_up(length, 8) * row + factors + 2 * length * 4, 16) + WARPS * _unit_values(spec)
     split_row, float_row = (spec.state_dim + 8) * 2, (spec.state_dim + 4) * 4
     columns = length * (float_row + (3 * split_row if length <= 32 else float_row))
-    return _round_up(columns + (-(-length // 4) + 1) * spec.state_dim * 4 + factors, 16)
+    return _round_up(columns + (-(-length // 4) + 1) * spec.state_dim * 4 + factors, 16) + WARPS * _unit_values(spec)
 
 
 @cache
@@ -64,7 +64,7 @@ def shared_memory(spec: ReplaySpec) -> SharedMemory:
     if spec.family == "gdn":
         fixed = _round_up((2 * tokens + _round_up(length, 8)) * row + length * 4, 16)
         head = max(ring * value_row, _fold_factors(spec)) + length * 4
-        return SharedMemory(fixed, _round_up(head, 16), _round_up(coefficients + factors, 16))
+        return SharedMemory(fixed, _round_up(head, 16), max(_round_up(coefficients + factors, 16), _unit_values(spec)))
 
     split_row = (spec.state_dim + 8) * 2
     scratch = max(tokens * spec.state_dim * (4 + act), terms * 8 * split_row)
@@ -72,10 +72,20 @@ def shared_memory(spec: ReplaySpec) -> SharedMemory:
     return SharedMemory(0, _round_up(head, 16), _round_up(scratch, 16))
 
 
-def _fold_factors(spec: ReplaySpec) -> int:
+def _fold_blocks(spec: ReplaySpec) -> tuple[int, int]:
+    """Entries of a block of the exact fold, and blocks."""
     stays = spec.state_dim <= 128 and spec.dtype.itemsize == 2 and spec.family == "gdn" and not spec.scaled
     block = 16 if stays and spec.buffer_len > 16 else _round_up(spec.buffer_len, 8)
-    blocks = -(-spec.buffer_len // block)
+    return block, -(-spec.buffer_len // block)
+
+
+def _unit_values(spec: ReplaySpec) -> int:
+    block, blocks = _fold_blocks(spec)
+    return blocks * block * 16 * spec.dtype.itemsize
+
+
+def _fold_factors(spec: ReplaySpec) -> int:
+    block, blocks = _fold_blocks(spec)
     return (blocks * block * (_round_up(block - 8, 16) + 8 + 3) + blocks) * 4
 
 
@@ -113,7 +123,7 @@ def min_blocks(spec: ReplaySpec) -> int:
         return 2
     if spec.family == "kda" and (spec.scaled or spec.rounding == "stochastic" or spec.max_tokens > 4):
         return 3
-    return 4 if narrow and spec.buffer_len <= 16 else 3
+    return 4 if narrow and spec.buffer_len <= (32 if spec.family == "gdn" and spec.max_tokens <= 4 and not spec.scaled else 16) else 3
 
 
 def smem_bytes(spec: ReplaySpec, heads: int) -> int:

@@ -52,6 +52,48 @@ __device__ __forceinline__ void invert(FoldFactors& fold, int block, int count, 
   }
 }
 
+// v of the history in a unit's 16 rows, in shared memory, of one warp. Halves of every other four entries are swapped: matrix loads then use
+// all banks.
+struct alignas(16) UnitValues {
+  Act value[FOLD_BLOCKS * FOLD_BLOCK * 16];
+
+  __device__ static int place(int entry, int row) { return entry * 16 + (row ^ (entry / 4 & 1) * 8); }
+  // On its way from the ring; `ring_v` is the head's from the unit's first row on.
+  __device__ void stage(const Act* ring_v, const History& row, int lane) {
+    __syncwarp();
+    constexpr int PIECES = 16 / PIECE_ELEMENTS;
+#pragma unroll 1
+    for (int i = lane; i < row.history * PIECES; i += 32) {
+      const int entry = i / PIECES, at = i % PIECES * PIECE_ELEMENTS;
+      copy_async(value + place(entry, at), ring_v + row.place(entry) * P + at);
+    }
+  }
+  // Of rows lane / 4 and eight below, entries 2 (lane % 4) and the next of each tile from entry `first` on: as accumulators have them. What lies
+  // past the history is another entry's.
+  template <int TILES>
+  __device__ void load(float (&out)[TILES][4], int first, int history, int lane) const {
+    auto used = [&](int entry) { return entry < history ? entry : 0; };
+    if constexpr (sizeof(Act) == 4) {
+#pragma unroll
+      for (int q = 0; q < TILES; ++q)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) out[q][i] = to_float(value[place(used(first + q * 8 + lane % 4 * 2 + i % 2), i / 2 * 8 + lane / 4)]);
+    } else {
+#pragma unroll
+      for (int q = 0; q < TILES; q += 2) {
+        u32 pair[4];
+        ldmatrix_transposed(pair, value + place(used(first + q * 8 + lane / 16 * 8 + lane % 8), (lane / 8 & 1) * 8));
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          if (q + i / 2 == TILES) break;
+          out[q + i / 2][i % 2 * 2] = ACT_TERMS == 1 ? low_bf16(pair[i]) : low_fp16(pair[i]);
+          out[q + i / 2][i % 2 * 2 + 1] = ACT_TERMS == 1 ? high_bf16(pair[i]) : high_fp16(pair[i]);
+        }
+      }
+    }
+  }
+};
+
 // Some runs of a lane's two rows in registers, which a fold may leave there.
 template <int RUNS>
 struct KeptRuns {
@@ -84,31 +126,20 @@ struct Changed {
 };
 
 // One unit's exact fold: the corrections of the history again, from raw v and the full-precision state, then the fold with them.
-// `product_keys` are the columns that the state is multiplied with, `fold_keys` those that are added to it; `ring_v` is the head's, and
-// `decay(block, channel)` the state's. An empty history decodes the state.
+// `product_keys` are the columns that the state is multiplied with, `fold_keys` those that are added to it; `ring_v` is the head's, `values` the
+// warp's, and `decay(block, channel)` the state's. An empty history decodes the state.
 template <typename To, typename ProductKeys, typename FoldKeys, typename Decay>
-__device__ __forceinline__ void exact_fold(const History& row, const Act* ring_v, int slab, const Place& from, To to,
+__device__ __forceinline__ void exact_fold(const History& row, const Act* ring_v, UnitValues& values, int slab, const Place& from, To to,
                                            const FoldFactors& factors, ProductKeys product_keys, FoldKeys fold_keys, const Decay& decay,
                                            int lane) {
   lane = opaque(lane);
   constexpr int VEC = Whole::VEC, KEPT = FOLD_STAYS ? WHOLE_RUNS : FOLD_BATCH, STEPS = (FOLD_BLOCK + 15) / 16;
-  ring_v += slab * 16 + lane / 4;
+  values.stage(ring_v + slab * 16, row, lane);
   KeptRuns<KEPT> kept;
   u32 scaled[STEPS][3][4];  // u of a block, times what it has in the state after it
 
   auto correct = [&](int block) {
     const int begin = block * FOLD_BLOCK, count = row.history - begin;
-    Act v[FOLD_TILES][4];
-    auto ask = [&] {
-#pragma unroll
-      for (int q = 0; q < FOLD_TILES; ++q)
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const Act* at = ring_v + row.place(begin + max(min(q * 8 + lane % 4 * 2 + e, count - 1), 0)) * P;
-          v[q][e] = at[0], v[q][2 + e] = at[8];
-        }
-    };
-    if (FOLD_TILES <= 2) ask();
     float product[FOLD_TILES][4] = {}, rest[FOLD_TILES][4] = {};  // sums of the upper and of the small products: they truncate
 #pragma unroll 1
     for (int first = 0; first < WHOLE_RUNS; first += KEPT) {
@@ -136,12 +167,15 @@ __device__ __forceinline__ void exact_fold(const History& row, const Act* ring_v
         }
       }
     }
-    if (FOLD_TILES > 2) ask();  // more than registers hold during the product
+    copy_wait();
+    __syncwarp();
+    float v[FOLD_TILES][4];
+    values.load(v, begin, row.history, opaque(lane));
 #pragma unroll
     for (int q = 0; q < FOLD_TILES; ++q) {
       const float2 lead = *reinterpret_cast<const float2*>(factors.lead + begin + q * 8 + lane % 4 * 2);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) product[q][i] = fmaf(i % 2 ? lead.y : lead.x, product[q][i] + rest[q][i], to_float(v[q][i]));
+      for (int i = 0; i < 4; ++i) product[q][i] = fmaf(i % 2 ? lead.y : lead.x, product[q][i] + rest[q][i], v[q][i]);
     }
 
 #pragma unroll

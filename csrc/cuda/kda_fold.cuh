@@ -92,6 +92,7 @@ struct alignas(16) FoldShared {
   float totals[LINKS][N];  // decays over links
   float decay[N];          // of the checkpoint
   FoldFactors factors;
+  UnitValues values[WARPS];
 };
 
 // Factors and columns of a fold of one head, by the whole block; `layer` has the rings.
