@@ -75,7 +75,7 @@ def shared_memory(spec: ReplaySpec) -> SharedMemory:
 def _fold_blocks(spec: ReplaySpec) -> tuple[int, int]:
     """Entries of a block of the exact fold, and blocks."""
     stays = spec.state_dim <= 128 and spec.dtype.itemsize == 2 and spec.family == "gdn" and not spec.scaled
-    block = 16 if stays and spec.buffer_len > 16 else _round_up(spec.buffer_len, 8)
+    block = 32 if stays and spec.buffer_len > 16 else _round_up(spec.buffer_len, 8)
     return block, -(-spec.buffer_len // block)
 
 
@@ -123,7 +123,7 @@ def min_blocks(spec: ReplaySpec) -> int:
         return 2
     if spec.family == "kda" and (spec.scaled or spec.rounding == "stochastic" or spec.max_tokens > 4):
         return 3
-    return 4 if narrow and spec.buffer_len <= (32 if spec.family == "gdn" and spec.max_tokens <= 4 and not spec.scaled else 16) else 3
+    return 4 if narrow and spec.buffer_len <= 16 else 3
 
 
 def smem_bytes(spec: ReplaySpec, heads: int) -> int:

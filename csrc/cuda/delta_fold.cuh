@@ -3,7 +3,7 @@
 // Where a unit fits in the registers it stays there, and the history is folded a block of entries at a time: each by an exact fold of its
 // own, from the state that the block before has left. Elsewhere the history is one block, and the unit is loaded twice.
 constexpr bool FOLD_STAYS = N <= 128 && sizeof(Act) == 2 && !DECAY_VECTOR && !Whole::SCALED;
-constexpr int FOLD_BLOCK = FOLD_STAYS && BUFFER_LEN > 16 ? 16 : (BUFFER_LEN + 7) / 8 * 8;
+constexpr int FOLD_BLOCK = FOLD_STAYS && BUFFER_LEN > 16 ? 32 : (BUFFER_LEN + 7) / 8 * 8;
 constexpr int FOLD_BLOCKS = (BUFFER_LEN + FOLD_BLOCK - 1) / FOLD_BLOCK;
 constexpr int FOLD_TILES = FOLD_BLOCK / 8;
 constexpr int SOLVE_PITCH = FOLD_BLOCK + (FOLD_TILES % 2 ? 0 : 8);  // an odd number of tiles: rows of a fragment use different banks
