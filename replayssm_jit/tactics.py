@@ -74,8 +74,9 @@ def shared_memory(spec: ReplaySpec) -> SharedMemory:
 
 def _fold_blocks(spec: ReplaySpec) -> tuple[int, int]:
     """Entries of a block of the exact fold, and blocks."""
-    stays = spec.state_dim <= 128 and spec.dtype.itemsize == 2 and spec.family == "gdn" and not spec.scaled
-    block = 32 if stays and spec.buffer_len > 16 else _round_up(spec.buffer_len, 8)
+    stays = spec.state_dim <= 128 and spec.dtype.itemsize == 2 and spec.family == "gdn"
+    entries = _round_up(spec.buffer_len, 8)
+    block = min(entries, 32) if stays else entries
     return block, -(-spec.buffer_len // block)
 
 

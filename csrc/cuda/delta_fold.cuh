@@ -2,8 +2,8 @@
 
 // Where a unit fits in the registers it stays there, and the history is folded a block of entries at a time: each by an exact fold of its
 // own, from the state that the block before has left. Elsewhere the history is one block, and the unit is loaded twice.
-constexpr bool FOLD_STAYS = N <= 128 && sizeof(Act) == 2 && !DECAY_VECTOR && !Whole::SCALED;
-constexpr int FOLD_BLOCK = FOLD_STAYS && BUFFER_LEN > 16 ? 32 : (BUFFER_LEN + 7) / 8 * 8;
+constexpr bool FOLD_STAYS = N <= 128 && sizeof(Act) == 2 && !DECAY_VECTOR;
+constexpr int FOLD_ENTRIES = (BUFFER_LEN + 7) / 8 * 8, FOLD_BLOCK = FOLD_STAYS && FOLD_ENTRIES > 32 ? 32 : FOLD_ENTRIES;
 constexpr int FOLD_BLOCKS = (BUFFER_LEN + FOLD_BLOCK - 1) / FOLD_BLOCK;
 constexpr int FOLD_TILES = FOLD_BLOCK / 8;
 constexpr int SOLVE_PITCH = FOLD_BLOCK + (FOLD_TILES % 2 ? 0 : 8);  // an odd number of tiles: rows of a fragment use different banks
@@ -109,19 +109,15 @@ struct KeptRuns {
 #pragma unroll
     for (int e = 0; e < Whole::VEC; ++e) value[i][half][e] = changed[e];
   }
-};
-
-// Where a block leaves its unit: in the registers; the last one also stores it.
-template <int RUNS, typename To>
-struct Changed {
-  KeptRuns<RUNS>& kept;
-  To& to;
-  int first;
-  bool last;
-
-  __device__ void store(int run, int half, const float (&value)[Whole::VEC]) {
-    kept.store(run - first, half, value);
-    if (last) to.store(run, half, value);
+  template <typename To>
+  __device__ void leave(To& to) const {
+    const auto all = [&] {
+#pragma unroll
+      for (int i = 0; i < RUNS; ++i) to.store(i, 0, value[i][0]), to.store(i, 1, value[i][1]);
+    };
+    if (to.measures()) all(), to.measured();
+    all();
+    to.finish();
   }
 };
 
@@ -201,8 +197,7 @@ __device__ __forceinline__ void exact_fold(const History& row, const Act* ring_v
       }
     }
   };
-  auto add = [&](int block, int first, bool last) {
-    Changed<KEPT, To> changed{kept, to, first, last};
+  auto add = [&](auto& changed, int block, int first) {
     fold_runs<KEPT>(
         changed, first,
         [&](float (&out)[VEC], int i, int half) {
@@ -219,13 +214,14 @@ __device__ __forceinline__ void exact_fold(const History& row, const Act* ring_v
 #pragma unroll 1
     for (int block = 0; block < blocks; ++block) {
       correct(block);
-      fold<KEPT>(to, [&](int first) { add(block, first, block == blocks - 1); });
+      add(kept, block, 0);
     }
+    kept.leave(to);
   } else {
     correct(0);
     fold<KEPT>(to, [&](int first) {
       kept.load(from, first);
-      add(0, first, true);
+      add(to, 0, first);
     });
   }
 }

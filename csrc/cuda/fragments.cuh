@@ -409,18 +409,21 @@ struct WholeRuns {
 struct InPlace {
   Place place;
   decltype(static_cast<const Draws*>(nullptr)->row(0)) rounding[2];
-  u32 largest[2] = {};
-  float scale[2], inverse[2];
+  float largest[2] = {};
+  float scale, inverse[2];  // the scale of row lane % 2, in a row's first two lanes
   bool stores = !Whole::SCALED;
 
   __device__ InPlace(const Place& place, const Draws& draws) : place(place), rounding{draws.row(0), draws.row(8)} {}
   __device__ bool measures() const { return Whole::SCALED; }
   __device__ void measured() {
+    // Each of a row's four lanes makes one number: the scale of one of its two rows, or the inverse.
+    const int lane = threadIdx.x % 32;
+    const bool odd = lane & 1;
+    float most = largest_of(odd ? largest[1] : largest[0], __shfl_xor_sync(~0u, odd ? largest[0] : largest[1], 1));
+    most = largest_of(most, __shfl_xor_sync(~0u, most, 2));
+    scale = row_scale(most, Whole::LARGEST, lane & 2);
 #pragma unroll
-    for (int row = 0; row < 2; ++row) {
-      largest[row] = max(largest[row], __shfl_xor_sync(~0u, largest[row], 1));
-      row_scale(max(largest[row], __shfl_xor_sync(~0u, largest[row], 2)), Whole::LARGEST, scale[row], inverse[row]);
-    }
+    for (int row = 0; row < 2; ++row) inverse[row] = __shfl_sync(~0u, scale, (lane & ~3) + 2 + row);
     stores = true;
   }
   __device__ void store(int run, int half, const float (&value)[Whole::VEC]) {
@@ -432,10 +435,10 @@ struct InPlace {
       place.store(run, half * 8, value, inverse[half], rounding[half]);
     else
 #pragma unroll
-      for (int e = 0; e < Whole::VEC; ++e) largest[half] = max(largest[half], __float_as_uint(value[e]) & 0x7fffffffu);
+      for (int e = 0; e < Whole::VEC; ++e) largest[half] = largest_of(largest[half], value[e]);
   }
   __device__ void finish() const {
-    if (Whole::SCALED && threadIdx.x % 4 == 0) place.scale[0] = scale[0], place.scale[8] = scale[1];
+    if (Whole::SCALED && threadIdx.x % 4 < 2) place.scale[threadIdx.x % 2 * 8] = scale;
   }
 };
 

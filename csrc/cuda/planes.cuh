@@ -83,13 +83,17 @@ struct ReadBytes {
 
 // ---- rounding -------------------------------------------------------------------------------------------------------
 
-// To an integer, ties to even, for |x| below 2^22. Not a fused sum: products are rounded by themselves, as everywhere.
-__device__ __forceinline__ float to_nearest(float x) { return __fadd_rn(__fadd_rn(x, 12582912.f), -12582912.f); }
-
-// What a flush rounds with: 16 random bits for each of two neighbouring columns, or none.
+// What a flush rounds with: 16 random bits for each of two neighbouring columns, or none. To integers, as floats or as the low 16 bits of
+// x + OFFSET, for a row whose largest magnitude was scaled to `most`, to within rounding.
 struct Nearest {
+  // Ties to even, for |x| below 2^22: the last bits of such a float. Not a fused sum: products are rounded by themselves, as everywhere.
+  static constexpr float SHIFT = 12582912.f;
   __device__ void draw(int, u32& even, u32& odd) const { even = odd = 0; }
-  __device__ static float integer(float x, u32) { return to_nearest(x); }
+  __device__ static float integer(float x, u32) { return __fadd_rn(__fadd_rn(x, SHIFT), -SHIFT); }
+  template <int OFFSET>
+  __device__ static u32 low_bits(float x, u32, float) {
+    return __float_as_uint(__fadd_rn(x, SHIFT + OFFSET));
+  }
 };
 // Random bits come from a counter: the row's key and the pair of columns that shares a word.
 struct Stochastic {
@@ -105,6 +109,10 @@ struct Stochastic {
   __device__ static float integer(float x, u32 random) {
     const float low = floorf(x);
     return low + ((float(random) + 0.5f) * 0x1p-16f < x - low ? 1.f : 0.f);
+  }
+  template <int OFFSET>
+  __device__ static u32 low_bits(float x, u32 random, float most) {
+    return u32(int(fminf(fmaxf(integer(x, random), -most), most)) + OFFSET);
   }
 };
 
@@ -144,25 +152,30 @@ __device__ __forceinline__ u32 pack_fp16(float low, float high, const Stochastic
   return (a & 0xffffu) | b << 16;
 }
 
-// Scale of a row, and what its numbers are multiplied with to be stored. A row that holds a number that is not finite reads as NaN; one
-// whose largest magnitude (its bits) is below 2^-100 as zero.
-__device__ __forceinline__ void row_scale(u32 largest, float levels, float& scale, float& inverse) {
-  const float most = __uint_as_float(largest);
-  const bool number = largest < 0x7f800000u, zero = largest < 27u << 23;
-  scale = number ? zero ? 0.f : __fdiv_rn(most, levels) : __uint_as_float(0x7fc00000u);
-  inverse = number && !zero ? __fdiv_rn(levels, most) : 0.f;
+// The greater magnitude; NaN if one of them is.
+__device__ __forceinline__ float largest_of(float largest, float x) {
+  float out;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(out) : "f"(largest), "f"(fabsf(x)));
+  return out;
 }
-__device__ __forceinline__ float multiple(float x, float inverse) { return inverse == 0.f ? 0.f : __fmul_rn(x, inverse); }
-__device__ __forceinline__ float clamp(float x, float most) { return fminf(fmaxf(x, -most), most); }
+// Scale of a row, or what its numbers are multiplied with to be stored. A row that holds a number that is not finite reads as NaN; one
+// whose largest magnitude is below 2^-100 as zero.
+__device__ __forceinline__ float row_scale(float largest, float levels, bool inverse) {
+  const bool number = largest <= 0x1.fffffep127f;
+  if (number && largest >= 0x1p-100f) return __fdiv_rn(inverse ? levels : largest, inverse ? largest : levels);
+  return number || inverse ? 0.f : __uint_as_float(0x7fc00000u);
+}
 
-// 4 bytes of a scaled row.
+// Bytes of a scaled row: the lowest of what `encode` returns, or one of a word.
 struct CodeInt8 {
   static constexpr float LARGEST = 127.f;
   template <typename Rounding>
   __device__ static u32 encode(float x, const Rounding&, u32 random) {
-    return u32(int(clamp(Rounding::integer(x, random), LARGEST))) & 0xffu;
+    return Rounding::template low_bits<0>(x, random, LARGEST);
   }
-  __device__ static float decode(u32 byte) { return float(int(byte << 24) >> 24); }
+  __device__ static float decode(u32 word, int byte = 0) {  // 2^23 + 128 + what it stands for
+    return __uint_as_float(__byte_perm(word ^ 0x80808080u, 0x4b000000u, 0x7440 + byte)) - 8388736.f;
+  }
 };
 struct CodeFp8 {  // e4m3fn; what a row holds is finite, so its NaN is never stored
   static constexpr float LARGEST = 448.f;
@@ -170,20 +183,27 @@ struct CodeFp8 {  // e4m3fn; what a row holds is finite, so its NaN is never sto
   __device__ static u32 encode(float x, const Rounding& rounding, u32 random) {
     return small_float<3, -6, 0x7e, 7>(x, rounding, random);
   }
-  __device__ static float decode(u32 byte) { return __uint_as_float((byte & 0x7fu) << 20 | (byte & 0x80u) << 24) * 0x1p120f; }
+  __device__ static float decode(u32 word, int byte = 0) {
+    const u32 code = word >> byte * 8;
+    return __uint_as_float((code & 0x7fu) << 20 | (code & 0x80u) << 24) * 0x1p120f;
+  }
 };
+// Rows that are stored as zeros may hold what is not finite.
 template <typename Code, int VEC, typename Rounding>
 __device__ __forceinline__ void encode_bytes(u32 (&raw)[VEC / 4], const float (&value)[VEC], float inverse, const Rounding& rounding,
                                              int column) {
 #pragma unroll
-  for (int i = 0; i < VEC; i += 2) {
-    u32 random[2];
-    rounding.draw(column + i, random[0], random[1]);
+  for (int i = 0; i < VEC; i += 4) {
+    u32 pair[2];
 #pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      const u32 code = Code::encode(multiple(value[i + e], inverse), rounding, random[e]) << (i + e) % 4 * 8;
-      raw[i / 4] = (i + e) % 4 ? raw[i / 4] | code : code;
+    for (int n = 0; n < 2; ++n) {
+      const int at = i + 2 * n;
+      u32 random[2];
+      rounding.draw(column + at, random[0], random[1]);
+      pair[n] = __byte_perm(Code::encode(__fmul_rn(value[at], inverse), rounding, random[0]),
+                            Code::encode(__fmul_rn(value[at + 1], inverse), rounding, random[1]), 0x0040);
     }
+    raw[i / 4] = inverse == 0.f ? 0 : __byte_perm(pair[0], pair[1], 0x5410);
   }
 }
 
@@ -302,7 +322,7 @@ struct WholeScaled {
   __device__ static void load(u32 (&raw)[LOADS][WORDS], const char* at, i64) { load_vector(raw[0], at); }
   __device__ static void decode(float (&value)[VEC], const u32 (&raw)[LOADS][WORDS], float scale) {
 #pragma unroll
-    for (int i = 0; i < VEC; ++i) value[i] = __fmul_rn(Code::decode(raw[0][i / 4] >> i % 4 * 8 & 0xffu), scale);
+    for (int i = 0; i < VEC; ++i) value[i] = __fmul_rn(Code::decode(raw[0][i / 4], i % 4), scale);
   }
   template <typename Rounding>
   __device__ static void store(char* at, char*, i64, const float (&value)[VEC], float inverse, const Rounding& rounding, int column) {
@@ -324,24 +344,28 @@ struct WholeScaledPlanes {
   }
   __device__ static void decode(float (&value)[VEC], const u32 (&raw)[LOADS][WORDS], float scale) {
 #pragma unroll
-    for (int i = 0; i < VEC; ++i) {
-      const int shift = 24 - i % 4 * 8, hi = int(raw[0][i / 4] << shift) >> 24, lo = int(raw[1][i / 4] << shift) >> 24;
-      value[i] = __fmul_rn(float(256 * hi + lo), scale);
+    for (int i = 0; i < VEC; i += 2) {  // q + 32896 is a number without sign, and the last bits of a float of 2^23
+      const u32 hi = raw[0][i / 4] ^ 0x80808080u, lo = raw[1][i / 4] ^ 0x80808080u, pair = __byte_perm(lo, hi, i % 4 ? 0x7362 : 0x5140);
+      value[i] = __fmul_rn(__uint_as_float(__byte_perm(pair, 0x4b000000u, 0x7410)) - 8421504.f, scale);
+      value[i + 1] = __fmul_rn(__uint_as_float(__byte_perm(pair, 0x4b000000u, 0x7432)) - 8421504.f, scale);
     }
   }
   template <typename Rounding>
   __device__ static void store(char* at, char*, i64 plane, const float (&value)[VEC], float inverse, const Rounding& rounding, int column) {
-    u32 hi[WORDS] = {}, lo[WORDS] = {};
+    u32 hi[WORDS], lo[WORDS];
 #pragma unroll
-    for (int i = 0; i < VEC; i += 2) {
-      u32 random[2];
-      rounding.draw(column + i, random[0], random[1]);
+    for (int i = 0; i < VEC; i += 4) {
+      u32 pair[2];  // of q + 32768, to which 128 may be added without a carry
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const int q = int(clamp(Rounding::integer(multiple(value[i + e], inverse), random[e]), LARGEST));
-        hi[i / 4] |= (u32((q + 128) >> 8) & 0xffu) << (i + e) % 4 * 8;
-        lo[i / 4] |= (u32(q) & 0xffu) << (i + e) % 4 * 8;
+      for (int n = 0; n < 2; ++n) {
+        const int at = i + 2 * n;
+        u32 random[2];
+        rounding.draw(column + at, random[0], random[1]);
+        pair[n] = __byte_perm(Rounding::template low_bits<32768>(__fmul_rn(value[at], inverse), random[0], LARGEST),
+                              Rounding::template low_bits<32768>(__fmul_rn(value[at + 1], inverse), random[1], LARGEST), 0x5410);
       }
+      hi[i / 4] = inverse == 0.f ? 0 : __byte_perm(pair[0] + 0x00800080u, pair[1] + 0x00800080u, 0x7531) ^ 0x80808080u;
+      lo[i / 4] = inverse == 0.f ? 0 : __byte_perm(pair[0], pair[1], 0x6420);
     }
     store_vector(at, hi);
     store_vector(at + plane, lo);

@@ -306,6 +306,7 @@ inline void ptx_fma_rn_bf16x2(uint32_t& out, uint32_t a, uint32_t b, uint32_t c)
   const float h = std::fma(high(a), high(b), high(c)), l = std::fma(low(a), low(b), low(c));
   out = uint32_t(to_bf16(h)) << 16 | to_bf16(l);
 }
+inline void ptx_max_NaN_f32(float& out, float a, float b) { out = a != a || b != b ? emulator::value(0x7fffffff) : std::max(a, b); }
 inline void ptx_ex2_approx_ftz_f32(float& out, float v) { out = std::exp2(v); }
 
 // The matrix units sum products exactly, then truncate.
