@@ -123,10 +123,10 @@ struct KeptRuns {
 
 // One unit's exact fold: the corrections of the history again, from raw v and the full-precision state, then the fold with them.
 // `product_keys` are the columns that the state is multiplied with, `fold_keys` those that are added to it; `ring_v` is the head's, `values` the
-// warp's, and `decay(block, channel)` the state's. An empty history decodes the state.
-template <typename To, typename ProductKeys, typename FoldKeys, typename Decay>
-__device__ __forceinline__ void exact_fold(const History& row, const Act* ring_v, UnitValues& values, int slab, const Place& from, To to,
-                                           const FoldFactors& factors, ProductKeys product_keys, FoldKeys fold_keys, const Decay& decay,
+// warp's, `decay(block, channel)` the state's, and `target()` where it goes, which is of no use in registers before. An empty history decodes the state.
+template <typename Target, typename ProductKeys, typename FoldKeys, typename Decay>
+__device__ __forceinline__ void exact_fold(const History& row, const Act* ring_v, UnitValues& values, int slab, const Place& from,
+                                           const Target& target, const FoldFactors& factors, ProductKeys product_keys, FoldKeys fold_keys, const Decay& decay,
                                            int lane) {
   lane = opaque(lane);
   constexpr int VEC = Whole::VEC, KEPT = FOLD_STAYS ? WHOLE_RUNS : FOLD_BATCH, STEPS = (FOLD_BLOCK + 15) / 16;
@@ -216,9 +216,11 @@ __device__ __forceinline__ void exact_fold(const History& row, const Act* ring_v
       correct(block);
       add(kept, block, 0);
     }
+    auto to = target();
     kept.leave(to);
   } else {
     correct(0);
+    auto to = target();
     fold<KEPT>(to, [&](int first) {
       kept.load(from, first);
       add(to, 0, first);
