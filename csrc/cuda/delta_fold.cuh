@@ -121,6 +121,19 @@ struct KeptRuns {
   }
 };
 
+// Where a block leaves its unit: in the registers; the last one also stores it, but where scales depend on whole rows.
+template <int RUNS, typename To>
+struct Changed {
+  KeptRuns<RUNS>& kept;
+  To& to;
+  bool last;
+
+  __device__ void store(int run, int half, const float (&value)[Whole::VEC]) {
+    kept.store(run, half, value);
+    if (!Whole::SCALED && last) to.store(run, half, value);
+  }
+};
+
 // One unit's exact fold: the corrections of the history again, from raw v and the full-precision state, then the fold with them.
 // `product_keys` are the columns that the state is multiplied with, `fold_keys` those that are added to it; `ring_v` is the head's, `values` the
 // warp's, `decay(block, channel)` the state's, and `target()` where it goes, which is of no use in registers before. An empty history decodes the state.
@@ -214,10 +227,14 @@ __device__ __forceinline__ void exact_fold(const History& row, const Act* ring_v
 #pragma unroll 1
     for (int block = 0; block < blocks; ++block) {
       correct(block);
-      add(kept, block, 0);
+      auto to = target();
+      Changed<KEPT, decltype(to)> changed{kept, to, block == blocks - 1};
+      add(changed, block, 0);
     }
-    auto to = target();
-    kept.leave(to);
+    if constexpr (Whole::SCALED) {
+      auto to = target();
+      kept.leave(to);
+    }
   } else {
     correct(0);
     auto to = target();
