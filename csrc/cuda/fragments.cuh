@@ -204,7 +204,7 @@ struct Piece {
       load_vector(top[i], from + i * READ_RUN);
       load_vector(bottom[i], from + i * READ_RUN + 8 * READ_ROW);
     }
-    if (Whole::SCALED && piece == 0) scale_top = place.row_scale(0) * Read::UNIT, scale_bottom = place.row_scale(8) * Read::UNIT;
+    if (Whole::SCALED && piece == 0) scale_top = place.row_scale(0), scale_bottom = place.row_scale(8);
   }
 
   // All pieces of a unit on their way to L2.
@@ -234,9 +234,11 @@ struct Piece {
         }
       }
     }
-    if (Whole::SCALED && piece == PIECES - 1)
+    if (Whole::SCALED && piece == PIECES - 1) {
+      const float top_unit = scale_top * Read::UNIT, bottom_unit = scale_bottom * Read::UNIT;  // not before: whoever multiplies waits
 #pragma unroll
-      for (int q = 0; q < Q; ++q) acc[q][0] *= scale_top, acc[q][1] *= scale_top, acc[q][2] *= scale_bottom, acc[q][3] *= scale_bottom;
+      for (int q = 0; q < Q; ++q) acc[q][0] *= top_unit, acc[q][1] *= top_unit, acc[q][2] *= bottom_unit, acc[q][3] *= bottom_unit;
+    }
   }
 };
 
@@ -366,10 +368,20 @@ __device__ __forceinline__ void each_piece(int rows, int thread, const Copy& cop
   }
 }
 
-// Rows from global memory, any alignment that the type allows, to rows of `pitch` in shared memory.
+// Rows from global memory, any alignment that the type allows, to rows of `pitch` in shared memory. A loop for either case: copies of both
+// kinds in one would take the issue slots of both.
 template <int WIDTH, int THREADS = BLOCK_THREADS, typename From>
-__device__ __forceinline__ void stage_rows(Act* to, int pitch, int rows, bool aligned, int thread, const From& from) {
-  each_piece<WIDTH, THREADS>(rows, thread, [&](int row, int at) { copy_activations(to + row * pitch + at, from(row) + at, aligned); });
+__device__ __forceinline__ void stage_rows(Act* to, int pitch, int rows, bool aligned, int thread, const From& from, int groups = 1) {
+  if (aligned)
+    each_piece<WIDTH, THREADS>(rows, thread, [&](int row, int at) { copy_async(to + row * pitch + at, from(row) + at); }, groups);
+  else
+    each_piece<WIDTH, THREADS>(
+        rows, thread,
+        [&](int row, int at) {
+#pragma unroll
+          for (int i = 0; i < PIECE_ELEMENTS; ++i) to[row * pitch + at + i] = from(row)[at + i];
+        },
+        groups);
 }
 
 // The way back: rows in shared memory to 16-byte aligned rows in global memory.

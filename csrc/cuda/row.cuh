@@ -87,14 +87,9 @@ __device__ __forceinline__ void clear_outputs(const Params& p, const Row& row, i
 template <int WIDTH, int THREADS = BLOCK_THREADS>
 __device__ __forceinline__ void stage_entries(Act* to, int pitch, const Row& row, const Act* ring, const Act* fresh, i64 token_stride,
                                               bool aligned, int thread, int groups = 1) {
-  each_piece<WIDTH, THREADS>(
-      row.history + row.tokens, thread,
-      [&](int entry, int at) {
-        const bool old = entry < row.history;
-        const Act* from = old ? ring + row.place(entry) * WIDTH : fresh + (entry - row.history) * token_stride;
-        copy_activations(to + entry * pitch + at, from + at, aligned || old);
-      },
-      groups);
+  stage_rows<WIDTH, THREADS>(to, pitch, row.history, true, thread, [&](int entry) { return ring + row.place(entry) * WIDTH; }, groups);
+  stage_rows<WIDTH, THREADS>(
+      to + row.history * pitch, pitch, row.tokens, aligned, thread, [&](int token) { return fresh + token * token_stride; }, groups);
 }
 
 // Where a batch is small, one memory latency after the other is all that a step takes. Its blocks then ask for what their rows will need
