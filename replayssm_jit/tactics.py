@@ -55,7 +55,8 @@ def shared_memory(spec: ReplaySpec) -> SharedMemory:
     terms = 3 if act == 4 else 2
     if spec.family == "mamba2":
         own = terms * tokens * (_round_up(ring, 16) // 2 + 4) * 4 + (tokens + length + 2) * 4
-        return SharedMemory((tokens + _round_up(ring, 8)) * row, ring * value_row, _round_up(own, 16))
+        columns = _round_up(tokens * (3 * (spec.state_dim + 16) + 4), 16) if spec.read_dtype is torch.int8 else 0
+        return SharedMemory((tokens + _round_up(ring, 8)) * row + columns, ring * value_row, _round_up(own, 16))
 
     coefficients = terms * 2 * tokens * (_round_up(length, 16) // 2 + 4) * 4
     tiles = -(-tokens // 8)

@@ -12,6 +12,20 @@ __device__ __forceinline__ void mma(float (&acc)[4], const u32 (&a)[4], u32 b0, 
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// m16n8k32 on signed bytes, exact: registers hold four neighbours where those above hold two.
+__device__ __forceinline__ void mma_bytes(int (&acc)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 { %0, %1, %2, %3}, { %4, %5, %6, %7}, { %8, %9}, { %0, %1, %2, %3};"
+      : "+r"(acc[0]), "+r"(acc[1]), "+r"(acc[2]), "+r"(acc[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// The largest of all lanes' values.
+__device__ __forceinline__ u32 largest_of_warp(u32 value) {
+  u32 out;
+  asm volatile("redux.sync.max.u32 %0, %1, 0xffffffff;" : "=r"(out) : "r"(value));
+  return out;
+}
+
 // m16n8k8 on floats of which the matrix units read 11 bits of mantissa (tf32). With the order of k chosen so that a lane's two
 // elements are neighbours: A registers are (row g, even), (row g + 8, even), (row g, odd), (row g + 8, odd), B the same of column g.
 __device__ __forceinline__ void mma_tf32(float (&acc)[4], const float (&a)[4], const float (&b)[2]) {
