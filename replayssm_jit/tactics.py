@@ -117,7 +117,7 @@ def min_blocks(spec: ReplaySpec) -> int:
     if spec.family == "mamba2":
         if spec.buffer_len > 32 or spec.dtype is torch.float32:
             return 3
-        lean = spec.state_format in ("fp32_bf16", "bf16", "int16_int8") and spec.max_tokens == 1  # the others would spill
+        lean = spec.state_format in ("fp32_bf16", "bf16") and spec.max_tokens == 1  # the others would spill
         if narrow and lean and spec.buffer_len <= 16:
             return 5
         return 3 if spec.max_tokens > 8 or spec.state_dim > 128 else 4

@@ -3,6 +3,30 @@
 // Of x_j B_j^T; `back` is the sum of d over later entries.
 __device__ __forceinline__ float fold_factor(float a, float step, float back) { return expf(a * back) * step; }
 
+// Where rows have scales, a unit stays in registers until its largest numbers are known.
+constexpr bool FOLD_STAYS = Whole::SCALED && N <= 128;
+struct Unit {
+  float value[WHOLE_RUNS][2][Whole::VEC];
+
+  __device__ void store(int run, int half, const float (&folded)[Whole::VEC]) {
+#pragma unroll
+    for (int e = 0; e < Whole::VEC; ++e) value[run][half][e] = folded[e];
+  }
+  template <typename To>
+  __device__ void deliver(To& to) const {
+    auto all = [&] {
+#pragma unroll
+      for (int run = 0; run < WHOLE_RUNS; ++run) to.store(run, 0, value[run][0]), to.store(run, 1, value[run][1]);
+    };
+    if (to.measures()) {
+      all();
+      to.measured();
+    }
+    all();
+    to.finish();
+  }
+};
+
 // x_j times its fold factor as A fragments, three bf16 terms, then the fold.
 template <typename To>
 __device__ __forceinline__ void fold_unit(const Place& from, To to, float decay, const float* factor, const Act* values, const Act* keys,
@@ -24,11 +48,19 @@ __device__ __forceinline__ void fold_unit(const Place& from, To to, float decay,
       for (int n = 0; n < 3; ++n) factors[s][n][i] = terms[n];
     }
   }
-  fold<FOLD_BATCH>(to, [&](int first) {
-    WholeRuns<FOLD_BATCH> whole;
+  constexpr int RUNS = FOLD_STAYS ? WHOLE_RUNS : FOLD_BATCH;
+  auto fold_some = [&](auto& some, int first) {
+    WholeRuns<RUNS> whole;
     whole.load(from, first);
-    fold_runs<FOLD_BATCH>(
-        to, first, [&](float (&value)[Whole::VEC], int i, int row) { whole.decode(value, i, row); }, [=](int) { return decay; }, factors,
+    fold_runs<RUNS>(
+        some, first, [&](float (&value)[Whole::VEC], int i, int row) { whole.decode(value, i, row); }, [=](int) { return decay; }, factors,
         ActRows{keys}, history, opaque(lane));
-  });
+  };
+  if constexpr (FOLD_STAYS) {
+    Unit unit;
+    fold_some(unit, 0);
+    unit.deliver(to);
+  } else {
+    fold<RUNS>(to, [&](int first) { fold_some(to, first); });
+  }
 }
