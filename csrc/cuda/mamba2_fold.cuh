@@ -4,7 +4,7 @@
 __device__ __forceinline__ float fold_factor(float a, float step, float back) { return expf(a * back) * step; }
 
 // Where rows have scales, a unit stays in registers until its largest numbers are known.
-constexpr bool FOLD_STAYS = Whole::SCALED && N <= 128;
+constexpr bool FOLD_STAYS = Whole::SCALED && !Whole::COPIED && N <= 128 && BUFFER_LEN <= 16;
 struct Unit {
   float value[WHOLE_RUNS][2][Whole::VEC];
 
