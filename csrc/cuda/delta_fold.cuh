@@ -139,8 +139,8 @@ struct Changed {
 // warp's, `decay(block, channel)` the state's, and `target()` where it goes, which is of no use in registers before. An empty history decodes the state.
 template <typename Target, typename ProductKeys, typename FoldKeys, typename Decay>
 __device__ __forceinline__ void exact_fold(const History& row, const Act* ring_v, UnitValues& values, int slab, const Place& from,
-                                           const Target& target, const FoldFactors& factors, ProductKeys product_keys, FoldKeys fold_keys, const Decay& decay,
-                                           int lane) {
+                                           const Target& target, const FoldFactors& factors, ProductKeys product_keys, FoldKeys fold_keys,
+                                           const Decay& decay, int lane) {
   lane = opaque(lane);
   constexpr int VEC = Whole::VEC, KEPT = FOLD_STAYS ? WHOLE_RUNS : FOLD_BATCH, STEPS = (FOLD_BLOCK + 15) / 16;
   values.stage(ring_v + slab * 16, row, lane);
