@@ -3,15 +3,11 @@
 import pytest
 import torch
 from emulator import emulated
+from harness import CUDA
 
 # The kernels use as many threads as torch. Shapes here are small, and one thread keeps two pools of OpenMP workers, torch's and the
 # kernels', from waiting for each other's cores; test_determinism.py runs more of them.
 torch.set_num_threads(1)
-
-CUDA = pytest.param(
-    "cuda",
-    marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")],
-)
 
 
 def pytest_addoption(parser):

@@ -5,9 +5,9 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from conftest import CUDA
 from emulator import emulated
 from harness import (
+    CUDA,
     FAMILIES,
     FLIPS,
     FORMATS,
