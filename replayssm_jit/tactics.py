@@ -125,7 +125,8 @@ def min_blocks(spec: ReplaySpec) -> int:
         return 2
     if spec.family == "kda" and (spec.scaled or spec.rounding == "stochastic" or spec.max_tokens > 4):
         return 3
-    return 4 if narrow and spec.buffer_len <= 16 and not spec.copied else 3  # folds beside a copy would spill
+    spills = spec.scaled and (spec.copied or spec.rounding == "stochastic" or spec.max_tokens > 1)
+    return 4 if narrow and spec.buffer_len <= 16 and not spills else 3
 
 
 def smem_bytes(spec: ReplaySpec, heads: int) -> int:
