@@ -336,7 +336,8 @@ inline void ptx_mma_sync_aligned_m16n8k32_row_col_s32_s8_s8_s32(int& c0, int& c1
     for (int quad = 0; quad < 4; ++quad)
       for (int half = 0; half < 2; ++half)
         for (int shift = 0; shift < 32; shift += 8)
-          *c[i] += int8_t(slots[row * 4 + quad].words[half * 2 + i / 2] >> shift) * int8_t(slots[(column + i % 2) * 4 + quad].words[4 + half] >> shift);
+          *c[i] += int8_t(slots[row * 4 + quad].words[half * 2 + i / 2] >> shift) *
+                   int8_t(slots[(column + i % 2) * 4 + quad].words[4 + half] >> shift);
 }
 
 inline void ptx_redux_sync_max_u32(uint32_t& out, uint32_t value) {
@@ -345,8 +346,8 @@ inline void ptx_redux_sync_max_u32(uint32_t& out, uint32_t value) {
   for (int lane = 0; lane < 32; ++lane) out = std::max(out, uint32_t(slots[lane].words[0]));
 }
 
-inline void ptx_mma_sync_aligned_m16n8k8_row_col_f32_tf32_tf32_f32(float& c0, float& c1, float& c2, float& c3, uint32_t a0, uint32_t a1, uint32_t a2,
-                                                                   uint32_t a3, uint32_t b0, uint32_t b1) {
+inline void ptx_mma_sync_aligned_m16n8k8_row_col_f32_tf32_tf32_f32(float& c0, float& c1, float& c2, float& c3, uint32_t a0, uint32_t a1,
+                                                                   uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
   const int lane = emulator::self->lane, row = lane / 4, column = lane % 4 * 2;
   const emulator::Slot* slots = emulator::meet("mma.tf32", {{a0, a1, a2, a3, b0, b1}});
   const auto read = [](uint64_t word) { return double(emulator::value(uint32_t(word) & 0xffffe000u)); };
