@@ -38,8 +38,8 @@ from replayssm_jit.cli.trace import Request, Server, read_trace
 from replayssm_jit.specs import ROUNDINGS, SPECS, STATE_FORMATS, ReplaySpec
 from replayssm_jit.traffic import acceptance_histogram
 
-#: Relative Frobenius error of an fp32 checkpoint; largest error of a narrower one's fold before it is rounded, in units of the head's
-#: root mean square.
+#: Relative Frobenius error of an fp32 checkpoint; largest error of a number in a narrower one's fold before it is rounded, in units of
+#: its own size or its head's root mean square, whichever is more.
 STATE_BOUND, FOLD_BOUND = 2e-6, 1e-5
 ACCEPTANCE = 0.8
 #: Chances in a step: that somebody is preempted, forks, is folded; that a row that may verify drafts decodes one token, does nothing,
@@ -217,7 +217,8 @@ class Soak:
                 kept, want = self.cache.read_state(layer, slots).double(), self.wanted[layer][lines]
                 scale = self.cache.layers[layer]["scale"][slots] if self.spec.scaled else None
                 random = rounding.random_bits(self.spec, seeds, positions, layer) if self.spec.stochastic and not loaded else None
-                error = rounding.distance(self.spec, kept, want, scale, random) / want.square().mean((2, 3), keepdim=True).sqrt()
+                size = torch.maximum(want.abs(), want.square().mean((2, 3), keepdim=True).sqrt())
+                error = rounding.distance(self.spec, kept, want, scale, random) / size
                 for life, worst in zip(lives, error.amax((1, 2, 3)).nan_to_num(torch.inf).tolist(), strict=True):
                     life.error = max(life.error, worst)
                 self.wanted[layer][lines] = kept

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import CUDA
 from emulator import emulated
-from harness import FAMILIES, Harness, projection_views, relative_error, same_bits, small_spec, with_format
+from harness import CUDA, FAMILIES, Harness, projection_views, relative_error, same_bits, small_spec, with_format
 
 from replayssm_jit import ReplayCache, ReplayWrapper, cli, dump
 
