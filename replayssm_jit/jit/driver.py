@@ -93,7 +93,7 @@ class CudaKernel:
         """Enqueue the kernel with the packed parameter struct at ``buffer_address``.
 
         With ``overlap``, on devices from sm_90 on, its blocks may start while the kernel before it in the stream still runs: for
-        kernels that wait before they touch memory (``griddepcontrol.wait``).
+        kernels that wait (``griddepcontrol.wait``) before they write, or rely on, memory.
 
         The driver copies the struct before this returns, so the buffer may be rewritten at once. The device's primary context becomes
         current in a thread that has none: torch does not see to that before a thread's first work of its own.
