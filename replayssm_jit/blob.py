@@ -29,6 +29,8 @@ VERSION = 1
 _PREFIX = struct.Struct("<16sIIQ")
 _BODY = _PREFIX.size + hashlib.sha256().digest_size
 _PADDING = 16
+#: Rows and bytes of a row that lie together where the CUDA kernels keep two planes (templates/cuda/formats.jinja).
+_PANEL = (16, 64)
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
@@ -94,10 +96,6 @@ def import_slots(cache: ReplayCache, slots: list[int], blob: bytes | bytearray |
         offset += _padded(nbytes)
     for name, cursor in cache.cursors.items():
         cursor[index] = torch.tensor([header[name][row] for row in kept], dtype=cursor.dtype, device=cache.device)
-
-
-#: Rows and bytes of a row that lie together where the CUDA kernels keep two planes (templates/cuda/formats.jinja).
-_PANEL = (16, 64)
 
 
 def rearranged(cache: ReplayCache, name: str, tensor: torch.Tensor, *, to_rows: bool) -> torch.Tensor:

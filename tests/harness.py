@@ -35,9 +35,6 @@ ARITHMETIC = {"cpu": 1e-6, "cuda": 6e-6}
 # In 8 bits single flips count: one is 1/127 of its row's largest magnitude (int8) or up to 1/14 (fp8), among 8,192 numbers a head.
 FLIPS = {"fp32": 0.0, "bf16": 2e-4, "fp16": 7e-5, "int8": 6e-4, "fp8": 3e-3}
 FLIPS_U = {torch.float32: 0.0, torch.bfloat16: 2e-4, torch.float16: 7e-5}
-#: The device of tests that run on a GPU where there is one.
-CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])
-
 # Two planes or one, the fp32 chain of checkpoints is good to this.
 STATE_FP32 = 1e-6
 # Error of one number of a fold before it is rounded, in units of its own size or its head's root mean square, whichever is more.

@@ -94,33 +94,6 @@ struct alignas(16) UnitValues {
   }
 };
 
-// Some runs of a lane's two rows in registers, which a fold may leave there.
-template <int RUNS>
-struct KeptRuns {
-  float value[RUNS][2][Whole::VEC];
-
-  __device__ void load(const Place& from, int first) {
-    WholeRuns<RUNS> whole;
-    whole.load(from, first);
-#pragma unroll
-    for (int i = 0; i < RUNS; ++i) whole.decode(value[i][0], i, 0), whole.decode(value[i][1], i, 1);
-  }
-  __device__ void store(int i, int half, const float (&changed)[Whole::VEC]) {
-#pragma unroll
-    for (int e = 0; e < Whole::VEC; ++e) value[i][half][e] = changed[e];
-  }
-  template <typename To>
-  __device__ void leave(To& to) const {
-    const auto all = [&] {
-#pragma unroll
-      for (int i = 0; i < RUNS; ++i) to.store(i, 0, value[i][0]), to.store(i, 1, value[i][1]);
-    };
-    if (to.measures()) all(), to.measured();
-    all();
-    to.finish();
-  }
-};
-
 // Where a block leaves its unit: in the registers; the last one also stores it, but where scales depend on whole rows.
 template <int RUNS, typename To>
 struct Changed {

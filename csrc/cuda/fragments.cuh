@@ -14,12 +14,6 @@ struct Run {
 #pragma unroll
     for (int n = 0; n < TERMS; ++n) pair[n][i] = terms[n];
   }
-  __device__ void clear() {
-#pragma unroll
-    for (int n = 0; n < TERMS; ++n)
-#pragma unroll
-      for (int i = 0; i < VEC / 2; ++i) pair[n][i] = 0;
-  }
   __device__ void b_fragment(u32 (&b)[TERMS][2], int step) const {
 #pragma unroll
     for (int n = 0; n < TERMS; ++n) b[n][0] = pair[n][2 * step], b[n][1] = pair[n][2 * step + 1];
@@ -451,6 +445,33 @@ struct InPlace {
   }
   __device__ void finish() const {
     if (Whole::SCALED && threadIdx.x % 4 < 2) place.scale[threadIdx.x % 2 * 8] = scale;
+  }
+};
+
+// Some runs of a lane's two rows in registers, which a fold may leave there.
+template <int RUNS>
+struct KeptRuns {
+  float value[RUNS][2][Whole::VEC];
+
+  __device__ void load(const Place& from, int first) {
+    WholeRuns<RUNS> whole;
+    whole.load(from, first);
+#pragma unroll
+    for (int i = 0; i < RUNS; ++i) whole.decode(value[i][0], i, 0), whole.decode(value[i][1], i, 1);
+  }
+  __device__ void store(int i, int half, const float (&changed)[Whole::VEC]) {
+#pragma unroll
+    for (int e = 0; e < Whole::VEC; ++e) value[i][half][e] = changed[e];
+  }
+  template <typename To>
+  __device__ void leave(To& to) const {
+    const auto all = [&] {
+#pragma unroll
+      for (int i = 0; i < RUNS; ++i) to.store(i, 0, value[i][0]), to.store(i, 1, value[i][1]);
+    };
+    if (to.measures()) all(), to.measured();
+    all();
+    to.finish();
   }
 };
 

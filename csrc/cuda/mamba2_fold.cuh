@@ -5,27 +5,6 @@ __device__ __forceinline__ float fold_factor(float a, float step, float back) { 
 
 // Where rows have scales, a unit stays in registers until its largest numbers are known.
 constexpr bool FOLD_STAYS = Whole::SCALED && !Whole::COPIED && N <= 128 && BUFFER_LEN <= 16;
-struct Unit {
-  float value[WHOLE_RUNS][2][Whole::VEC];
-
-  __device__ void store(int run, int half, const float (&folded)[Whole::VEC]) {
-#pragma unroll
-    for (int e = 0; e < Whole::VEC; ++e) value[run][half][e] = folded[e];
-  }
-  template <typename To>
-  __device__ void deliver(To& to) const {
-    auto all = [&] {
-#pragma unroll
-      for (int run = 0; run < WHOLE_RUNS; ++run) to.store(run, 0, value[run][0]), to.store(run, 1, value[run][1]);
-    };
-    if (to.measures()) {
-      all();
-      to.measured();
-    }
-    all();
-    to.finish();
-  }
-};
 
 // x_j times its fold factor as A fragments, three bf16 terms, then the fold.
 template <typename To>
@@ -57,9 +36,9 @@ __device__ __forceinline__ void fold_unit(const Place& from, To to, float decay,
         ActRows{keys}, history, opaque(lane));
   };
   if constexpr (FOLD_STAYS) {
-    Unit unit;
+    KeptRuns<RUNS> unit;
     fold_some(unit, 0);
-    unit.deliver(to);
+    unit.leave(to);
   } else {
     fold<RUNS>(to, [&](int first) { fold_some(to, first); });
   }

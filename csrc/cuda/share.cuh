@@ -16,6 +16,11 @@ struct Share {
   }
 };
 
+// The read plane of a warp's share of a slot on its way to L2.
+__device__ __forceinline__ void ask_units(const Params& p, i64 slot, int head, const Share& share, int lane) {
+  for (int slab = share.first; slab < SLABS; slab += share.stride) Piece::ask(place_of(p, slot, head, slab * 16 + lane / 4));
+}
+
 // The heads of a block: so many of one group, or what is left of it. Without divisions by what the compiler does not know.
 struct BlockHeads {
   int group, chunk, first, count;
