@@ -137,6 +137,17 @@ __device__ __forceinline__ void make_fold_factors(const History& row, const Laye
     for (int c = 0; c < CHANNELS; ++c) value[c] = 1.f;
   };
 
+  // A link's keys, each decayed by the rest of the link and by `after`, which becomes the decay of both.
+  auto put_back = [&](auto& columns, const Link& own, float (&after)[CHANNELS], int link) {
+#pragma unroll
+    for (int i = LINK - 1; i >= 0; --i) {
+      float back[CHANNELS];
+#pragma unroll
+      for (int c = 0; c < CHANNELS; ++c) back[c] = own.key[i][c] * after[c], after[c] *= own.decay[i][c];
+      if (link * LINK + i < h) columns.put(link * LINK + i, channel, back);
+    }
+  };
+
   FoldFactors& fold = shared.factors;
   for (int j = warp * 32 + lane; j < FOLD_BLOCK; j += WARPS * 32) {
     const float norm = j < h ? ring_k_norm[row.place(j)] : 0.f;
@@ -148,13 +159,7 @@ __device__ __forceinline__ void make_fold_factors(const History& row, const Laye
     if (LINKS <= WARPS) kept = own;
     float after[CHANNELS];
     ones(after);
-#pragma unroll
-    for (int i = LINK - 1; i >= 0; --i) {
-      float source[CHANNELS];
-#pragma unroll
-      for (int c = 0; c < CHANNELS; ++c) source[c] = own.key[i][c] * after[c], after[c] *= own.decay[i][c];
-      if (link * LINK + i < h) shared.sources.put(link * LINK + i, channel, source);
-    }
+    put_back(shared.sources, own, after, link);
     store_floats(shared.totals[link] + channel, after);
   }
   __syncthreads();
@@ -221,13 +226,7 @@ __device__ __forceinline__ void make_fold_factors(const History& row, const Laye
     float after[CHANNELS];
     ones(after);
     for (int later = links - 1; later > link; --later) multiply(after, later);
-#pragma unroll
-    for (int i = LINK - 1; i >= 0; --i) {
-      float back[CHANNELS];
-#pragma unroll
-      for (int c = 0; c < CHANNELS; ++c) back[c] = own.key[i][c] * after[c], after[c] *= own.decay[i][c];
-      if (link * LINK + i < h) shared.back.put(link * LINK + i, channel, back);
-    }
+    put_back(shared.back, own, after, link);
     if (link == 0) store_floats(shared.decay + channel, after);
   }
   __syncthreads();
