@@ -20,7 +20,6 @@ from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from importlib import import_module
-from itertools import product, starmap
 from pathlib import Path
 from typing import Any
 
@@ -34,23 +33,7 @@ from replayssm_jit import jit
 
 Row = dict[str, Any]
 
-ROWS = (1, 8, 32, 64, 128, 256, 512)
-TOKENS = (1, 2, 4, 6, 8)
 SAVE_SECONDS = 5.0
-
-
-def matrix() -> list[Cell]:
-    """Every cell of the full matrix, the ones that matter most first."""
-    cells = starmap(Cell, product(report.MODELS, (1, 8), ROWS, TOKENS, ("fp32", "bf16")))
-    return sorted(cells, key=_place)
-
-
-def _place(cell: Cell) -> tuple[Any, ...]:
-    """What the plots show: decode at 1/1 of the heads, and every T at one batch. Then T = 1 and 4 at 1/1, at 1/8, and other T."""
-    whole = cell.shards == 1
-    plotted = whole and (cell.tokens == 1 or (cell.rows == contenders.CENTRAL_ROWS and cell.state == "fp32"))
-    stage = (False,) if plotted else (True, cell.tokens not in (1, 4), not whole)
-    return (*stage, cell.state != "fp32", cell.tokens)
 
 
 def machine() -> dict[str, str]:
@@ -210,7 +193,7 @@ def main(argv: list[str] | None = None) -> int:
 
     device = machine()
     result = load(arguments.json, {"commit": commit(), "device": device})
-    wanted = list(dict.fromkeys([*report.bar_cells(), *([] if arguments.only else matrix())]))
+    wanted = report.bar_cells() if arguments.only else report.all_cells()
     done = {Cell(**entry["cell"]) for entry in result["cells"]}
     todo = [cell for cell in wanted if cell not in done]
     compile_all(todo, device["arch"])
@@ -242,7 +225,7 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.markdown:
         arguments.markdown.write_text(report.markdown(result))
     print(report.bars_table(report.bars(result)))
-    print(f"{time.perf_counter() - begin:.0f} s")
+    print(f"{report.coverage(result)}, {time.perf_counter() - begin:.0f} s")
     return 3 if lost else 0
 
 

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product, starmap
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ MAMBA, GDN, KDA = "nemotron-3-super-120b-a12b", "qwen3.5-122b-a10b", "kimi-k3"
 MODELS = (MAMBA, GDN, KDA)
 KDA_64 = "glm-5.3-flash"  # KDA with the Gated DeltaNet model's number of heads
 TWO_PLANES = HEADLINE["fp32"]
+ROWS = (1, 8, 32, 64, 128, 256, 512)
+TOKENS = (1, 2, 4, 6, 8)
 
 
 @dataclass(frozen=True)
@@ -188,6 +191,31 @@ def bars_table(rows: Sequence[Row]) -> str:
 # ---- the whole matrix -----------------------------------------------------------------------------------------------
 
 
+def matrix() -> list[Cell]:
+    """Every cell of the full matrix, the ones that matter most first."""
+    cells = starmap(Cell, product(MODELS, (1, 8), ROWS, TOKENS, ("fp32", "bf16")))
+    return sorted(cells, key=_place)
+
+
+def _place(cell: Cell) -> tuple[Any, ...]:
+    """What the plots show: decode at 1/1 of the heads, and every T at one batch. Then T = 1 and 4 at 1/1, at 1/8, and other T."""
+    whole = cell.shards == 1
+    plotted = whole and (cell.tokens == 1 or (cell.rows == CENTRAL_ROWS and cell.state == "fp32"))
+    stage = (False,) if plotted else (True, cell.tokens not in (1, 4), not whole)
+    return (*stage, cell.state != "fp32", cell.tokens)
+
+
+def all_cells() -> list[Cell]:
+    """Those of the bars, then the rest of the matrix: what a run measures that nothing stops."""
+    return list(dict.fromkeys([*bar_cells(), *matrix()]))
+
+
+def coverage(result: dict[str, Any]) -> str:
+    """How much of all that is there."""
+    cells, measured = all_cells(), {Cell(**entry["cell"]) for entry in result["cells"]}
+    return f"{len(measured.intersection(cells))} of {len(cells)} cells"
+
+
 def line(rows: Sequence[Row]) -> str:
     """A cell in one line: the fastest of each kind."""
     parts = []
@@ -221,7 +249,7 @@ def markdown(result: dict[str, Any]) -> str:
     spreads = sorted(row["p95"] / row["us"] - 1 for rows in cells.values() for row in rows if row["us"] is not None)
     parts = [
         "# GPU benchmark",
-        f"{device['name']}, driver {device['driver']}; commit {result['commit']}; {len(cells)} cells.",
+        f"{device['name']}, driver {device['driver']}; commit {result['commit']}; {coverage(result)}.",
         *(_run(run) for run in runs),
         "Microseconds of one layer's step over cold data, averaged over the flush cycle: median of 20 samples (10 of kernels that take "
         "milliseconds), each the mean over the replay of a CUDA graph of about a millisecond or more. p95 is above the median by "

@@ -57,7 +57,7 @@ def stubbed(bench, monkeypatch):
     monkeypatch.setattr(bench.gpu, "versions", lambda: {"rival": "1.0"})
     monkeypatch.setattr(bench.gpu, "machine", lambda: {"name": "stub", "driver": "0", "arch": "sm_90"})
     monkeypatch.setattr(bench.gpu, "SAVE_SECONDS", 0.0)
-    monkeypatch.setattr(bench.gpu, "matrix", lambda: [c.Cell(bench.report.GDN, 1, rows, 1, "fp32") for rows in (8, 32, 64)])
+    monkeypatch.setattr(bench.report, "matrix", lambda: [c.Cell(bench.report.GDN, 1, rows, 1, "fp32") for rows in (8, 32, 64)])
     monkeypatch.setattr(bench.report, "bar_cells", lambda: [c.Cell(bench.report.GDN, 1, 8, 1, "fp32")])
     monkeypatch.setenv("REPLAYSSM_COMMIT", "abc")
     return stub
@@ -69,7 +69,7 @@ def names(result):
 
 def test_order(bench):
     """Every cell once; the plots' come first, then T = 1 and 4, whole models before their shares."""
-    cells = bench.gpu.matrix()
+    cells = bench.report.matrix()
     assert len(set(cells)) == len(cells) == 3 * 2 * 7 * 5 * 2
     at = {cell: i for i, cell in enumerate(cells)}
 
@@ -114,9 +114,17 @@ def test_run_that_is_stopped_goes_on(stubbed, tmp_path):
     assert not list(tmp_path.glob("*.new"))
 
 
-def test_only_bars(stubbed, tmp_path):
-    assert stubbed.bench.gpu.main(["--only", "bars", "--json", str(tmp_path / "f.json")]) == 0
-    assert names(json.loads((tmp_path / "f.json").read_text())) == [(8, 0)]
+def test_only_bars(stubbed, tmp_path, capsys):
+    """The report and the last line say how much of the whole matrix that is, also once another run has gone on."""
+    file, tables = tmp_path / "f.json", tmp_path / "f.md"
+    arguments = ["--json", str(file), "--markdown", str(tables)]
+    assert stubbed.bench.gpu.main(["--only", "bars", *arguments]) == 0
+    assert names(json.loads(file.read_text())) == [(8, 0)]
+    assert capsys.readouterr().out.splitlines()[-1].startswith("1 of 3 cells, ")
+    assert "commit abc; 1 of 3 cells." in tables.read_text()
+    assert stubbed.bench.gpu.main(arguments) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("3 of 3 cells, ")
+    assert "commit abc; 3 of 3 cells." in tables.read_text()
 
 
 def test_other_commit_is_refused(stubbed, tmp_path, monkeypatch):
@@ -213,6 +221,7 @@ def test_tables(bench, result):
     assert late["verdict"] == f"missed by {4 * want / 0.34 - 1:.1%}"
 
     text = bench.report.markdown(result)
+    assert f"{len(bench.report.bar_cells()) + 1} of {3 * 2 * 7 * 5 * 2 + 1} cells." in text  # one bar's cell is not of the matrix
     assert "## Formats of the checkpoint" in text
     assert "| int8, stochastic |" in text
     assert "KDA 12 x 128 x 128 (kimi-k3, 1/8 of the heads)" in text
