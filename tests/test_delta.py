@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from harness import DELTA, Harness, small_spec, with_format
+from harness import DELTA, FORMATS, Harness, small_spec, with_format
 from test_step import run_cycles
 
 GATES = {"gdn": ("softplus", "precomputed"), "kda": ("softplus", "lower_bound", "precomputed")}
@@ -81,6 +81,35 @@ def test_shapes(family, heads, key_heads, head_dim, state_dim, device):
     """Published shapes, other ratios of value to key heads (odd ones too), and every head_dim and state_dim."""
     spec = small_spec(family, heads=heads, key_heads=key_heads, head_dim=head_dim, state_dim=state_dim, buffer_len=4, max_tokens=3)
     run_cycles(Harness(spec, device, slots=2, seed=113), "padded")
+
+
+# ---- the step that flushes ------------------------------------------------------------------------------------------
+
+KEPT = [(name, "nearest") for name in FORMATS]
+KEPT += [(name, "stochastic") for name, (checkpoint, _) in FORMATS.items() if checkpoint != torch.float32]
+
+
+def flushing_cases():
+    """Every format with each of 1, 4 and 16 tokens, a buffer length with each; by default every format once, and every window."""
+    for family in DELTA:
+        for i, kept in enumerate(KEPT):
+            windows = (((1, 8, 16, 32, 64)[i % 5], 1), ((8, 16, 32, 64)[i % 4], 4), ((16, 32, 64)[i // 3 % 3], 16))
+            for place, window in enumerate(windows):
+                yield pytest.param(family, *kept, *window, marks=[] if place == i % 3 else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("family", "state_format", "rounding", "buffer_len", "tokens"), flushing_cases())
+def test_a_step_that_flushes(family, state_format, rounding, buffer_len, tokens, device):
+    """Its outputs, and those of the step after, with the longest history, the shortest that is folded, and the longest that is not."""
+    spec = small_spec(family, buffer_len=buffer_len, max_tokens=tokens, rounding=rounding, **with_format(state_format))
+    harness = Harness(spec, device, slots=3, seed=121)
+    for slot, history in enumerate((buffer_len, buffer_len - tokens + 1, buffer_len - tokens)):
+        harness.fill(slot, harness.make_inputs(history))
+    rows = [(2, tokens), (0, tokens), (1, tokens)]
+    assert [harness.flushes(*row) for row in rows] == [False, True, True]
+    harness.step(rows, [tokens, tokens, tokens // 2])
+    assert [model.history for model in harness.slots] == [tokens, tokens // 2, buffer_len]
+    harness.step(rows)
 
 
 # ---- hard numbers ---------------------------------------------------------------------------------------------------
