@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 WARPS = 4
 SMEM_EVERYWHERE = 99 << 10  # bytes that a block may take on every supported device
 CURSOR_THREADS = 256
+ROW_BYTES = 48  # struct Row, aligned
 #: Batches whose rows a commit puts in order: fewer rows run all at once anyway, more are beyond what its one block holds.
 ORDERED_ROWS = range(16, 16 * CURSOR_THREADS + 1)
 
@@ -41,7 +42,8 @@ def fold_smem(spec: ReplaySpec) -> int:
         return _round_up(length * (row + value_row) + (length + 1) * 4, 16)
     factors = _fold_factors(spec)
     if spec.family == "gdn":
-        return _round_up(_round_up(length, 8) * row + factors + 2 * length * 4, 16) + WARPS * _unit_values(spec)
+        head = _round_up(factors + length * 4, 16)
+        return _round_up(_round_up(length, 8) * row + head + length * 4, 16) + WARPS * _unit_values(spec)
     split_row, float_row = (spec.state_dim + 8) * 2, (spec.state_dim + 4) * 4
     columns = length * (float_row + (3 * split_row if length <= 32 else float_row))
     return _round_up(columns + (-(-length // 4) + 1) * spec.state_dim * 4 + factors, 16) + WARPS * _unit_values(spec)
@@ -64,8 +66,8 @@ def shared_memory(spec: ReplaySpec) -> SharedMemory:
     factors = _round_up(2 * tokens * fresh_row + 3 * tokens * 4, 16)
     if spec.family == "gdn":
         fixed = _round_up((2 * tokens + _round_up(length, 8)) * row + length * 4, 16)
-        head = max(ring * value_row, _fold_factors(spec)) + length * 4
-        return SharedMemory(fixed, _round_up(head, 16), max(_round_up(coefficients + factors, 16), _unit_values(spec)))
+        head = max(length * value_row, _fold_factors(spec)) + tokens * value_row + length * 4
+        return SharedMemory(fixed, _round_up(head, 16), _round_up(max(coefficients, _unit_values(spec)), 16) + factors + ROW_BYTES)
 
     split_row = (spec.state_dim + 8) * 2
     scratch = max(tokens * spec.state_dim * (4 + act), terms * 8 * split_row)
@@ -88,7 +90,7 @@ def _unit_values(spec: ReplaySpec) -> int:
 
 def _fold_factors(spec: ReplaySpec) -> int:
     block, blocks = _fold_blocks(spec)
-    return (blocks * block * (_round_up(block - 8, 16) + 8 + 3) + blocks) * 4
+    return _round_up((blocks * block * (_round_up(block - 8, 16) + 8 + 3) + blocks) * 4, 16)
 
 
 def constants(spec: ReplaySpec, kind: str) -> dict[str, int]:

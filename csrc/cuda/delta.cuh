@@ -176,11 +176,52 @@ struct DeltaOutputs {
   }
 };
 
-// One unit's outputs and corrections. `acc` holds the state's raw products; `values` are 16 columns of u of the history and, from
-// BUFFER_LEN on, of v of the new tokens; `outputs()` are DeltaOutputs.
+// Where a flushing step folds a unit to: in place, and from registers into the product of what is stored with the step's columns, as
+// precise as a product with the checkpoint would be.
+template <typename Rows>
+struct FoldedProduct : InPlace {
+  using Terms = Run<Whole::VEC, Read::TERMS>;
+  const Rows (&column)[COLUMN_TILES];
+  float (&product)[COLUMN_TILES][4];
+  Terms top;  // of the run on its way
+
+  __device__ FoldedProduct(const InPlace& to, const Rows (&column)[COLUMN_TILES], float (&product)[COLUMN_TILES][4])
+      : InPlace(to), column(column), product(product) {}
+  __device__ void store(int run, int half, const float (&value)[Whole::VEC]) {
+    InPlace::store(run, half, value);
+    __syncwarp();  // and not later, from registers of its own
+    if (!stores) return;
+    Terms bottom;
+#pragma unroll
+    for (int i = 0; i < Whole::VEC / 2; ++i) bottom.put(i, value[2 * i], value[2 * i + 1]);
+    if (half == 0) {
+      top = bottom;
+      return;
+    }
+#pragma unroll
+    for (int q = 0; q < COLUMN_TILES; ++q) {
+      Run<Whole::VEC, Rows::TERMS> columns;
+      column[q].load(columns, (run * 4 + threadIdx.x % 4) * Whole::VEC);
+#pragma unroll
+      for (int s = 0; s < Whole::VEC / 4; ++s) {
+        u32 a[Read::TERMS][4], b[Rows::TERMS][2];
+#pragma unroll
+        for (int n = 0; n < Read::TERMS; ++n)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) a[n][i] = (i % 2 ? bottom : top).pair[n][2 * s + i / 2];
+        columns.b_fragment(b, s);
+        mma_terms(product[q], a, b);
+      }
+    }
+  }
+};
+
+// One unit's outputs and corrections. `acc` holds the state's raw products; `values` are 16 columns of u of the history, `fresh` those of
+// v of the new tokens; `outputs()` are DeltaOutputs.
 template <typename Outputs>
 __device__ __forceinline__ void delta_unit(const Row& row, int slab, const DeltaFactors& factors, const DeltaCoefficients& coefficients,
-                                           const Act* values, const Outputs& outputs, float (&acc)[COLUMN_TILES][4], int lane) {
+                                           const Act* values, const Act* fresh, const Outputs& outputs, float (&acc)[COLUMN_TILES][4],
+                                           int lane) {
 #pragma unroll
   for (int q = 0; q < COLUMN_TILES; ++q)
 #pragma unroll
@@ -201,7 +242,7 @@ __device__ __forceinline__ void delta_unit(const Row& row, int slab, const Delta
     for (int e = 0; e < ELEMENTS; ++e) {
       const Column column(q * 8 + lane % 4 * 2 + e);
       if (!column.is_key) continue;
-      const Act* v = values + (BUFFER_LEN + min(column.token, row.tokens - 1)) * VALUE_PITCH + lane / 4;
+      const Act* v = fresh + min(column.token, row.tokens - 1) * VALUE_PITCH + lane / 4;
       acc[q][e] += to_float(v[0]), acc[q][2 + e] += to_float(v[8]);
     }
   add_fresh(row, factors, acc, lane);

@@ -9,7 +9,7 @@ constexpr int FOLD_TILES = FOLD_BLOCK / 8;
 constexpr int SOLVE_PITCH = FOLD_BLOCK + (FOLD_TILES % 2 ? 0 : 8);  // an odd number of tiles: rows of a fragment use different banks
 
 // Factors of one head's fold; those of entries past the history are zero.
-struct FoldFactors {
+struct alignas(16) FoldFactors {
   float solve[FOLD_BLOCKS][FOLD_BLOCK][SOLVE_PITCH];  // [j][i]: first of u_i in what is subtracted in u_j; then of v_i - S k_i in u_j
   float lead[FOLD_BLOCKS * FOLD_BLOCK];               // of the product of the state before the block with k_j, negative
   float last[FOLD_BLOCKS * FOLD_BLOCK];               // of u_j in the state after the block

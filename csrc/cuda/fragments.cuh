@@ -268,6 +268,11 @@ __device__ __forceinline__ void prefetch_plane(const Place& place, int plane, in
   for (int line = 0; line < 16 * STATE_PITCH / 128; line += 32)
     if (line + lane < 16 * STATE_PITCH / 128) prefetch(unit + (line + lane) * 128);
 }
+// All that a fold reads.
+__device__ __forceinline__ void prefetch_whole(const Place& place, int lane) {
+#pragma unroll
+  for (int plane = 0; plane < Whole::LOADS; ++plane) prefetch_plane(place, plane, lane);
+}
 // What a fold reads and a step does not.
 __device__ __forceinline__ void prefetch_rest(const Place& place, int lane) {
   if (Whole::LOADS == 2 || Whole::COPIED) prefetch_plane(place, Whole::LOADS - 1, lane);

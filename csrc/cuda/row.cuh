@@ -6,6 +6,12 @@ struct Row : History {
   int width;        // tokens the output has room for; those past `tokens` are zero
   const u32* path;  // in shared memory, of a tree: bit j of path[t] for new token j on the way from a root to token t, t included
 
+  // The row once its history is folded: new tokens keep their places.
+  __device__ Row folded() const {
+    Row row = *this;
+    row.start = place(history), row.history = 0;
+    return row;
+  }
   // Not kept in a register from the prologue on.
   __device__ bool folds() const { return tokens > 0 && history + opaque(tokens) > BUFFER_LEN; }
 

@@ -58,6 +58,6 @@ struct Task : History {
     return {InPlace(Place{}, draws), p.out[blockIdx.z], p.out_dtype, at, p.out_p, p.out_n};
   }
   __device__ void prefetch(int slab, int lane) const {
-    for (int plane = 0; plane < Whole::LOADS; ++plane) prefetch_plane(place_in(slot, slab, lane), plane, lane);
+    prefetch_whole(place_in(slot, slab, lane), lane);
   }
 };
