@@ -35,6 +35,8 @@ ARITHMETIC = {"cpu": 1e-6, "cuda": 6e-6}
 # In 8 bits single flips count: one is 1/127 of its row's largest magnitude (int8) or up to 1/14 (fp8), among 8,192 numbers a head.
 FLIPS = {"fp32": 0.0, "bf16": 2e-4, "fp16": 7e-5, "int8": 6e-4, "fp8": 3e-3}
 FLIPS_U = {torch.float32: 0.0, torch.bfloat16: 2e-4, torch.float16: 7e-5}
+# Families whose flushing steps take their outputs from the folded state.
+FOLDS_FIRST = {"cuda": ("gdn", "kda")}
 # Two planes or one, the fp32 chain of checkpoints is good to this.
 STATE_FP32 = 1e-6
 # Error of one number of a fold before it is rounded, in units of its own size or its head's root mean square, whichever is more.
@@ -637,7 +639,7 @@ class Harness:
                 model = self.slots[slot]
                 if t:
                     model.uncommitted = 0
-                seen = model.read_tip
+                seen = [self.seen(slot, t, layer) for layer in range(self.num_layers)]
                 if self.flushes(slot, t):
                     self._fold(slot)
                 for layer in range(self.num_layers):
@@ -651,6 +653,14 @@ class Harness:
 
     def flushes(self, slot: int, t: int) -> bool:
         return t > 0 and self.slots[slot].history + t > self.spec.buffer_len
+
+    def seen(self, slot: int, t: int, layer: int) -> torch.Tensor:
+        """The state that a step of ``t`` tokens that has run sees: read plane and ring, or what it has folded, in bf16 where that is read."""
+        model, spec = self.slots[slot], self.spec
+        if spec.family not in FOLDS_FIRST.get(kernels.backend_of(self.device), ()) or not self.flushes(slot, t):
+            return model.read_tip[layer]
+        state = self.held(slot)[layer] if spec.checkpoint_dtype == torch.float32 else model.tip[layer]
+        return state if spec.dtype == torch.float32 or spec.state_format in ("fp32", "fp16") else state.bfloat16().double()
 
     # ---- poison and judgement ---------------------------------------------------------------------------------------
 
@@ -671,10 +681,10 @@ class Harness:
 
     def judge_output(self, got, slot: int, layer: int, tokens, tree: list[int] | None = None) -> None:
         """Outputs of a row against the recurrence continued from what the step reads; of a tree, path by path."""
-        spec, state = self.spec, self.slots[slot].read_tip[layer]
-        wanted, states = [], []
+        spec, seen = self.spec, self.seen(slot, got.shape[0], layer)
+        wanted, states, state = [], [], seen
         for t in range(got.shape[0]):
-            path, start = ([t], state) if tree is None else (path_to(tree, t), self.slots[slot].read_tip[layer])
+            path, start = ([t], state) if tree is None else (path_to(tree, t), seen)
             y, state = recurrence(spec, {k: v[path] for k, v in tokens.items()}, self.weights[layer], start)
             wanted.append(y[-1])
             states.append(state.norm(dim=(1, 2)))
@@ -761,7 +771,7 @@ class Harness:
                             floor = 6e-8 if name == "g" else 1e-12
                             assert torch.allclose(got.double(), want.double(), rtol=tolerance, atol=floor), f"slot {slot}: ring_{name}"
                     if spec.family != "mamba2" and t:
-                        tip = model.read_tip[layer]
+                        tip = self.seen(slot, t, layer)
                         if trees is None:
                             _, want = with_ring(spec, tokens, self.weights[layer], tip, tip)
                         else:

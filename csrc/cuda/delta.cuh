@@ -180,7 +180,8 @@ struct DeltaOutputs {
 // precise as a product with the checkpoint would be.
 template <typename Rows>
 struct FoldedProduct : InPlace {
-  using Terms = Run<Whole::VEC, Read::TERMS>;
+  static constexpr int TERMS = ACT_TERMS == 3 ? 3 : Read::TERMS;
+  using Terms = Run<Whole::VEC, TERMS>;
   const Rows (&column)[COLUMN_TILES];
   float (&product)[COLUMN_TILES][4];
   Terms top;  // of the run on its way
@@ -204,9 +205,9 @@ struct FoldedProduct : InPlace {
       column[q].load(columns, (run * 4 + threadIdx.x % 4) * Whole::VEC);
 #pragma unroll
       for (int s = 0; s < Whole::VEC / 4; ++s) {
-        u32 a[Read::TERMS][4], b[Rows::TERMS][2];
+        u32 a[TERMS][4], b[Rows::TERMS][2];
 #pragma unroll
-        for (int n = 0; n < Read::TERMS; ++n)
+        for (int n = 0; n < TERMS; ++n)
 #pragma unroll
           for (int i = 0; i < 4; ++i) a[n][i] = (i % 2 ? bottom : top).pair[n][2 * s + i / 2];
         columns.b_fragment(b, s);
