@@ -46,7 +46,8 @@ def fold_smem(spec: ReplaySpec) -> int:
         return _round_up(_round_up(length, 8) * row + head + length * 4, 16) + WARPS * _unit_values(spec)
     split_row, float_row = (spec.state_dim + 8) * 2, (spec.state_dim + 4) * 4
     columns = length * (float_row + (3 * split_row if length <= 32 else float_row))
-    return _round_up(columns + (-(-length // 4) + 1) * spec.state_dim * 4 + factors, 16) + WARPS * _unit_values(spec)
+    links = -(-length // 4) * spec.state_dim * 4
+    return columns + _round_up(max(links, WARPS * _unit_values(spec)) + spec.state_dim * 4 + factors, 16)
 
 
 @cache

@@ -89,10 +89,12 @@ struct alignas(16) FoldShared {
     FloatKeys sources;  // k_j decayed to the end of its link
     BackKeys back;      // to the history's end, later
   };
-  float totals[LINKS][N];  // decays over links
-  float decay[N];          // of the checkpoint
+  union {
+    float totals[LINKS][N];    // decays over links
+    UnitValues values[WARPS];  // later
+  };
+  float decay[N];  // of the checkpoint
   FoldFactors factors;
-  UnitValues values[WARPS];
 };
 
 // Factors and columns of a fold of one head, by the whole block; `layer` has the rings.
