@@ -216,10 +216,12 @@ __device__ __forceinline__ void encode_planes(float even, float odd, u32& hi, u3
   hi = __byte_perm(a + 0x8000u, b + 0x8000u, 0x7632);
   lo = __byte_perm(a, b, 0x5410);
 }
-// A NaN is stored as hi = 0x7fc0 | sign, lo = 0, because rounding the GPU's own (0x7fffffff) up would wrap to -0.
+// A NaN is stored as hi = 0x7fc0 | sign, lo = 0.
 __device__ __forceinline__ float quiet(float value) {
   return value == value ? value : __uint_as_float((__float_as_uint(value) & 0x80000000u) | 0x7fc00000u);
 }
+// The same of a result of arithmetic, whose NaN is 0x7fffffff: rounded up it would wrap to -0.
+__device__ __forceinline__ float quiet_result(float value) { return __int_as_float(min(__float_as_int(value), 0x7fc00000)); }
 __device__ __forceinline__ void decode_planes(u32 hi, u32 lo, float& even, float& odd) {
   even = __uint_as_float((hi << 16) + u32(int(lo << 16) >> 16));
   odd = __uint_as_float((hi & 0xffff0000u) + u32(int(lo) >> 16));
@@ -244,12 +246,9 @@ struct WholeTwoPlanes : Unscaled {
     for (int i = 0; i < 4; ++i) decode_planes(raw[0][i], raw[1][i], value[2 * i], value[2 * i + 1]);
   }
   __device__ static void store(char* at, char*, i64 plane, const float (&value)[VEC], float, const Nearest&, int) {
-    float any = 0.f, number[VEC];  // any: NaN if one of them is, or by overflow
+    float number[VEC];
 #pragma unroll
-    for (int i = 0; i < VEC; i += 2) any = fmaf(value[i], value[i + 1], any), number[i] = value[i], number[i + 1] = value[i + 1];
-    if (any != any)
-#pragma unroll
-      for (int i = 0; i < VEC; ++i) number[i] = quiet(value[i]);
+    for (int i = 0; i < VEC; ++i) number[i] = quiet_result(value[i]);
     u32 hi[4], lo[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) encode_planes(number[2 * i], number[2 * i + 1], hi[i], lo[i]);
