@@ -71,7 +71,7 @@ def shared_memory(spec: ReplaySpec) -> SharedMemory:
         return SharedMemory(fixed, _round_up(head, 16), _round_up(max(coefficients, _unit_values(spec)), 16) + factors + ROW_BYTES)
 
     split_row = (spec.state_dim + 8) * 2
-    scratch = max(tokens * spec.state_dim * (4 + act), terms * 8 * split_row)
+    scratch = max(tokens * spec.state_dim * (4 + act), terms * 8 * split_row) if tokens > 1 else 0
     head = terms * 2 * tokens * split_row + _round_up(ring * value_row, 16) + coefficients + factors
     return SharedMemory(0, _round_up(head, 16), _round_up(scratch, 16))
 

@@ -336,6 +336,13 @@ struct Coefficients {
 #pragma unroll
     for (int n = 0; n < TERMS; ++n) pair[n][row][first_entry / 2] = terms[n];
   }
+  // Of one entry.
+  __device__ void put(int row, int entry, float value) {
+    u32 terms[TERMS];
+    split(value, 0.f, terms);
+#pragma unroll
+    for (int n = 0; n < TERMS; ++n) reinterpret_cast<u16*>(pair[n][row])[entry] = u16(terms[n]);
+  }
 
   // acc[q] += coefficients of entries 16 step .. 16 step + 15 times their values, whose A fragment is given; `row(column)` is the row
   // of a column of the accumulators.

@@ -22,6 +22,17 @@ __device__ __forceinline__ void load_history(float (&value)[SEGMENTS], const flo
   }
 }
 
+// One of them, of an entry that each lane chooses; any number for an entry that there is not.
+__device__ __forceinline__ float history_value(const float (&value)[SEGMENTS], int entry) {
+  float chosen = __shfl_sync(~0u, value[0], entry & 31);
+#pragma unroll
+  for (int segment = 1; segment < SEGMENTS; ++segment) {
+    const float other = __shfl_sync(~0u, value[segment], entry & 31);
+    if (entry / 32 == segment) chosen = other;
+  }
+  return chosen;
+}
+
 // Sum of the values, by one warp: keep(segment, after) for each a lane holds, with the sum of the entries later than it. Sums run backwards
 // from the newest entry: differences of prefix sums would lose accuracy where gates are strong.
 template <typename Keep>

@@ -122,6 +122,12 @@ __device__ __forceinline__ void load_vector(u32 (&out)[4], const void* from) {
 __device__ __forceinline__ void load_vector(u32 (&out)[2], const void* from) {
   asm volatile("ld.global.L2::128B.v2.u32 { %0, %1}, [%2];" : "=r"(out[0]), "=r"(out[1]) : "l"(from) : "memory");
 }
+__device__ __forceinline__ void load_vector(u32 (&out)[1], const void* from) { out[0] = *static_cast<const u32*>(from); }
+__device__ __forceinline__ void load_vector(u32 (&out)[8], const void* from) {
+  u32(&low)[4] = *reinterpret_cast<u32(*)[4]>(out);
+  u32(&high)[4] = *reinterpret_cast<u32(*)[4]>(out + 4);
+  load_vector(low, from), load_vector(high, static_cast<const uint4*>(from) + 1);
+}
 // Past L1, whose copy might outlive a wait for who writes it.
 __device__ __forceinline__ int load_early(const void* from) {
   int out;
