@@ -62,18 +62,26 @@ def shared_memory(spec: ReplaySpec) -> SharedMemory:
         return SharedMemory((tokens + _round_up(ring, 8)) * row + columns, ring * value_row, _round_up(own, 16))
 
     coefficients = terms * 2 * tokens * (_round_up(length, 16) // 2 + 4) * 4
-    tiles = -(-tokens // 8)
-    fresh_row = (4 if tokens <= 4 else 8 * (tiles + 1 - tiles % 2)) * 4
-    factors = _round_up(2 * tokens * fresh_row + 3 * tokens * 4, 16)
     if spec.family == "gdn":
         fixed = _round_up((2 * tokens + _round_up(length, 8)) * row + length * 4, 16)
         head = max(length * value_row, _fold_factors(spec)) + tokens * value_row + length * 4
-        return SharedMemory(fixed, _round_up(head, 16), _round_up(max(coefficients, _unit_values(spec)), 16) + factors + ROW_BYTES)
+        return SharedMemory(fixed, _round_up(head, 16), _round_up(max(coefficients, _unit_values(spec)), 16) + _delta_factors(tokens) + ROW_BYTES)
 
-    split_row = (spec.state_dim + 8) * 2
-    scratch = max(tokens * spec.state_dim * (4 + act), terms * 8 * split_row) if tokens > 1 else 0
-    head = terms * 2 * tokens * split_row + _round_up(ring * value_row, 16) + coefficients + factors
-    return SharedMemory(0, _round_up(head, 16), _round_up(scratch, 16))
+    scratch = _round_up(max(tokens * spec.state_dim * (4 + act), terms * 8 * (spec.state_dim + 8) * 2), 16) if tokens > 1 else 0
+    return SharedMemory(0, _new_tokens(spec) + _round_up(length * value_row + coefficients, 16), scratch)
+
+
+def _new_tokens(spec: ReplaySpec) -> int:
+    """Of a head of KDA: what a step knows of its new tokens, whether it flushes or not."""
+    tokens = spec.max_tokens
+    columns = (3 if spec.dtype.itemsize == 4 else 2) * 2 * tokens * (spec.state_dim + 8) * 2
+    return _delta_factors(tokens) + columns + tokens * (spec.head_dim * spec.dtype.itemsize + 16)
+
+
+def _delta_factors(tokens: int) -> int:
+    tiles = -(-tokens // 8)
+    row = (4 if tokens <= 4 else 8 * (tiles + 1 - tiles % 2)) * 4
+    return _round_up(2 * tokens * row + 3 * tokens * 4, 16)
 
 
 def _fold_blocks(spec: ReplaySpec) -> tuple[int, int]:
@@ -136,7 +144,9 @@ def smem_bytes(spec: ReplaySpec, heads: int) -> int:
     """Dynamic shared memory of a block that serves ``heads`` heads."""
     memory = shared_memory(spec)
     step = memory.fixed + heads * memory.per_head + warps(spec) * memory.per_warp
-    return max(step, fold_smem(spec)) if spec.family == "kda" else step  # whose folds take the memory of all its heads
+    if spec.family != "kda":
+        return step
+    return max(step, max(fold_smem(spec), memory.per_warp) + _new_tokens(spec) + ROW_BYTES)  # a flush takes the memory of all heads
 
 
 def _round_up(value: int, step: int) -> int:

@@ -217,19 +217,9 @@ struct FoldedProduct : InPlace {
   }
 };
 
-// One unit's outputs and corrections. `acc` holds the state's raw products; `values` are 16 columns of u of the history, `fresh` those of
-// v of the new tokens; `outputs()` are DeltaOutputs.
-template <typename Outputs>
-__device__ __forceinline__ void delta_unit(const Row& row, int slab, const DeltaFactors& factors, const DeltaCoefficients& coefficients,
-                                           const Act* values, const Act* fresh, const Outputs& outputs, float (&acc)[COLUMN_TILES][4],
-                                           int lane) {
-#pragma unroll
-  for (int q = 0; q < COLUMN_TILES; ++q)
-#pragma unroll
-    for (int e = 0; e < ELEMENTS; ++e) {
-      const float lead = factors.lead[Column(q * 8 + lane % 4 * 2 + e).row()];
-      acc[q][e] *= lead, acc[q][2 + e] *= lead;
-    }
+// One unit's share of the history: `values` are 16 columns of its u.
+__device__ __forceinline__ void add_history(const Row& row, const DeltaCoefficients& coefficients, const Act* values,
+                                            float (&acc)[COLUMN_TILES][4], int lane) {
 #pragma unroll
   for (int s = 0; s < (BUFFER_LEN + 15) / 16; ++s) {
     if (16 * s >= row.history) break;
@@ -237,6 +227,21 @@ __device__ __forceinline__ void delta_unit(const Row& row, int slab, const Delta
     value_fragment(u, values, s, row.history, lane);
     coefficients.multiply(acc, u, s, lane, [](int column) { return Column(column).row(); });
   }
+}
+
+// One unit's outputs and corrections. `acc` holds the state's raw products, to which `history()` adds that of the ring; `fresh` are 16
+// columns of v of the new tokens; `outputs()` are DeltaOutputs.
+template <typename AddHistory, typename Outputs>
+__device__ __forceinline__ void delta_unit(const Row& row, int slab, const DeltaFactors& factors, const AddHistory& history,
+                                           const Act* fresh, const Outputs& outputs, float (&acc)[COLUMN_TILES][4], int lane) {
+#pragma unroll
+  for (int q = 0; q < COLUMN_TILES; ++q)
+#pragma unroll
+    for (int e = 0; e < ELEMENTS; ++e) {
+      const float lead = factors.lead[Column(q * 8 + lane % 4 * 2 + e).row()];
+      acc[q][e] *= lead, acc[q][2 + e] *= lead;
+    }
+  history();
 #pragma unroll
   for (int q = FIRST_KEY / 8; q < COLUMN_TILES; ++q)
 #pragma unroll
