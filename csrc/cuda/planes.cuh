@@ -221,7 +221,7 @@ __device__ __forceinline__ float quiet(float value) {
   return value == value ? value : __uint_as_float((__float_as_uint(value) & 0x80000000u) | 0x7fc00000u);
 }
 // The same of a result of arithmetic, whose NaN is 0x7fffffff: rounded up it would wrap to -0.
-__device__ __forceinline__ float quiet_result(float value) { return __int_as_float(min(__float_as_int(value), 0x7fc00000)); }
+__device__ __forceinline__ float quiet_result(float value) { return __uint_as_float(min(__float_as_int(value), 0x7fc00000)); }
 __device__ __forceinline__ void decode_planes(u32 hi, u32 lo, float& even, float& odd) {
   even = __uint_as_float((hi << 16) + u32(int(lo << 16) >> 16));
   odd = __uint_as_float((hi & 0xffff0000u) + u32(int(lo) >> 16));

@@ -249,6 +249,7 @@ inline int __any_sync(unsigned, int v) {
 }
 inline float __uint_as_float(unsigned v) { return emulator::value(v); }
 inline unsigned __float_as_uint(float v) { return emulator::bits(v); }
+inline int __float_as_int(float v) { return int(emulator::bits(v)); }
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned select) {
   const uint64_t both = uint64_t(b) << 32 | a;
   unsigned out = 0;
