@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from . import checks, kernels, logging, memory
+from . import checks, kernels, logging, memory, tactics
 from .blob import bit_view, export_slots, import_slots
 from .jit import env
 from .kernels import COMMIT, COMPARE, DECODE, ENCODE, FLUSH, MOVE, RESET, STATE_DTYPES
@@ -509,6 +509,7 @@ class ReplayCache:
             error=self.error.data_ptr(),
             op=COMMIT,
             order=0 if order is None else order.data_ptr(),
+            spread=tactics.flush_spread(self.spec),
             **step,
         )
         if self.watching:

@@ -23,7 +23,7 @@ CURSOR_PARAMS = ParamStruct.of(
         *("slots", "num_tokens", "num_accepted", "accepted", "positions", "targets"),
         *("ring_start", "history", "position", "seed", "error", "order"),
     ),
-    i32=("rows", "tokens", "buffer_len", "ring_len", "pad_slot", "op", "width"),
+    i32=("rows", "tokens", "buffer_len", "ring_len", "pad_slot", "op", "width", "spread"),
 )
 COMMIT, FLUSH, RESET, MOVE = range(4)
 

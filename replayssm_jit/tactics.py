@@ -113,6 +113,11 @@ def constants(spec: ReplaySpec, kind: str) -> dict[str, int]:
     return {**sizes, "warps": warps(spec), "min_blocks": blocks}
 
 
+def flush_spread(spec: ReplaySpec) -> int:
+    """Over how many sixteenths of a launch a commit spreads the rows that will flush: until their blocks would be the last to end."""
+    return 8 if spec.family == "kda" else 12
+
+
 def warps(spec: ReplaySpec) -> int:
     """Warps of a step kernel's block: four, or fewer where they would need more shared memory than any device has."""
     memory = shared_memory(spec)
@@ -134,7 +139,7 @@ def min_blocks(spec: ReplaySpec) -> int:
         return 3 if spec.max_tokens > 8 or spec.state_dim > 128 else 4
     if spec.max_tokens > 8 or (spec.family == "kda" and spec.buffer_len > 32):
         return 2
-    if spec.family == "kda" and (spec.scaled or spec.rounding == "stochastic" or spec.max_tokens > 4):
+    if spec.family == "kda" and (spec.scaled or spec.rounding == "stochastic" or spec.max_tokens > 1):
         return 3
     spills = spec.scaled and (spec.copied or spec.rounding == "stochastic" or spec.max_tokens > 1)
     return 4 if narrow and spec.buffer_len <= 16 and not spills else 3

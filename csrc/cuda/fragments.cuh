@@ -238,7 +238,7 @@ struct Piece {
 
 // A warp's units in turn, those of the first AHEAD of which are on their way: as many as it takes to have 8 runs in flight. `each` gets a
 // unit's piece and, to be called once its registers are free, what requests the unit that comes AHEAD units later.
-constexpr int AHEAD = PIECE >= 4 ? 1 : 4 / PIECE;
+constexpr int IN_FLIGHT = MIN_BLOCKS <= 3 ? 8 : 4, AHEAD = PIECE < IN_FLIGHT ? IN_FLIGHT / PIECE : 1;
 template <typename PlaceOf>
 __device__ __forceinline__ void start_units(Piece (&pieces)[AHEAD], int first, int stride, int count, const PlaceOf& place) {
 #pragma unroll
