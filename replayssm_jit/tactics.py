@@ -115,7 +115,7 @@ def constants(spec: ReplaySpec, kind: str) -> dict[str, int]:
 
 def flush_spread(spec: ReplaySpec) -> int:
     """Over how many sixteenths of a launch a commit spreads the rows that will flush: until their blocks would be the last to end."""
-    return 8 if spec.family == "kda" else 12
+    return 8 if spec.family == "kda" else 10
 
 
 def warps(spec: ReplaySpec) -> int:
