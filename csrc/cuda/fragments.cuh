@@ -187,6 +187,13 @@ constexpr int RUNS = N / (4 * Read::VEC);
 constexpr int PIECE = RUNS < 8 ? RUNS : 8;
 constexpr int PIECES = RUNS / PIECE;
 
+__device__ __forceinline__ void load_plane(u32 (&out)[4], const void* from) {
+  if constexpr (READ_ONCE)
+    load_once(out, from);
+  else
+    load_vector(out, from);
+}
+
 struct Piece {
   u32 top[PIECE][4], bottom[PIECE][4];
   float scale_top, scale_bottom;  // of the unit whose last piece this becomes, where rows have scales
@@ -195,8 +202,8 @@ struct Piece {
     const char* from = place.read() + piece * PIECE * READ_RUN;
 #pragma unroll
     for (int i = 0; i < PIECE; ++i) {
-      load_vector(top[i], from + i * READ_RUN);
-      load_vector(bottom[i], from + i * READ_RUN + 8 * READ_ROW);
+      load_plane(top[i], from + i * READ_RUN);
+      load_plane(bottom[i], from + i * READ_RUN + 8 * READ_ROW);
     }
     if (Whole::SCALED && piece == 0) scale_top = place.row_scale(0), scale_bottom = place.row_scale(8);
   }
@@ -236,16 +243,16 @@ struct Piece {
   }
 };
 
-// A warp's units in turn, those of the first AHEAD of which are on their way: as many as it takes to have 8 runs in flight. `each` gets a
-// unit's piece and, to be called once its registers are free, what requests the unit that comes AHEAD units later.
-constexpr int IN_FLIGHT = MIN_BLOCKS <= 3 ? 8 : 4, AHEAD = PIECE < IN_FLIGHT ? IN_FLIGHT / PIECE : 1;
-template <typename PlaceOf>
+// A warp's units in turn, those of the first AHEAD of which are on their way. `each` gets a unit's piece and, to be called once its registers
+// are free, what requests the unit that comes AHEAD units later.
+constexpr int units_ahead(int runs) { return PIECE < runs ? runs / PIECE : 1; }  // as many as it takes to have so many runs in flight
+template <int AHEAD, typename PlaceOf>
 __device__ __forceinline__ void start_units(Piece (&pieces)[AHEAD], int first, int stride, int count, const PlaceOf& place) {
 #pragma unroll
   for (int i = 0; i < AHEAD; ++i)
     if (first + i * stride < count) pieces[i].load(place(first + i * stride), 0);
 }
-template <typename PlaceOf, typename Each>
+template <int AHEAD, typename PlaceOf, typename Each>
 __device__ __forceinline__ void each_unit(Piece (&pieces)[AHEAD], int first, int stride, int count, const PlaceOf& place,
                                           const Each& each) {
 #pragma unroll 1

@@ -128,6 +128,14 @@ __device__ __forceinline__ void load_vector(u32 (&out)[8], const void* from) {
   u32(&high)[4] = *reinterpret_cast<u32(*)[4]>(out + 4);
   load_vector(low, from), load_vector(high, static_cast<const uint4*>(from) + 1);
 }
+// What nobody will read again before it has left L2 anyway: it makes room for others first.
+__device__ __forceinline__ void load_once(u32 (&out)[4], const void* from) {
+  constexpr u64 EVICT_FIRST = 0x12f0000000000000;  // as createpolicy makes it
+  asm volatile("ld.global.L2::cache_hint.L2::128B.v4.u32 { %0, %1, %2, %3}, [%4], %5;"
+               : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
+               : "l"(from), "l"(EVICT_FIRST)
+               : "memory");
+}
 // Past L1, whose copy might outlive a wait for who writes it.
 __device__ __forceinline__ int load_early(const void* from) {
   int out;
