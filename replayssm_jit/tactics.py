@@ -106,14 +106,20 @@ def constants(spec: ReplaySpec, kind: str) -> dict[str, int]:
     """Constants of a rendered source, ``step``, ``tree`` or ``fold``, that launch geometry must agree with."""
     if kind == "fold":
         stays = spec.family == "kda" and spec.scaled  # in registers
-        return {"smem": fold_smem(spec), "warps": WARPS, "min_blocks": 3 if spec.buffer_len <= 32 and not stays else 2}
+        blocks = 3 if spec.buffer_len <= 32 and not stays else 2
+        return {"smem": fold_smem(spec), "warps": WARPS, "min_blocks": blocks, "read_once": False}
     memory, blocks = shared_memory(spec), min_blocks(spec)
     if kind == "tree":  # paths take registers, too
         blocks = min(blocks, 2 if spec.family == "kda" and spec.dtype is torch.float32 else 3)
-    # KDA reads more of its rings than the others: they stay in L2 if the state makes room. Mamba-2's flush reads the plane again.
-    blocks_and_loads = {"min_blocks": blocks, "read_once": int(spec.family == "kda")}
-    sizes = {"smem": smem_bytes(spec, 1), "smem_per_head": memory.per_head, "smem_per_warp": memory.per_warp}
-    return {**sizes, **blocks_and_loads, "warps": warps(spec)}
+    return {
+        "smem": smem_bytes(spec, 1),
+        "smem_per_head": memory.per_head,
+        "smem_per_warp": memory.per_warp,
+        "warps": warps(spec),
+        "min_blocks": blocks,
+        # KDA reads more of its rings than the others: they stay in L2 if the state makes room. Mamba-2's flush reads the plane again.
+        "read_once": spec.family == "kda",
+    }
 
 
 def flush_spread(spec: ReplaySpec) -> int:
