@@ -65,7 +65,9 @@ def shared_memory(spec: ReplaySpec) -> SharedMemory:
     if spec.family == "gdn":
         fixed = _round_up((2 * tokens + _round_up(length, 8)) * row + length * 4, 16)
         head = max(length * value_row, _fold_factors(spec)) + tokens * value_row + length * 4
-        return SharedMemory(fixed, _round_up(head, 16), _round_up(max(coefficients, _unit_values(spec)), 16) + _delta_factors(tokens) + ROW_BYTES)
+        return SharedMemory(
+            fixed, _round_up(head, 16), _round_up(max(coefficients, _unit_values(spec)), 16) + _delta_factors(tokens) + ROW_BYTES
+        )
 
     scratch = _round_up(max(tokens * spec.state_dim * (4 + act), terms * 8 * (spec.state_dim + 8) * 2), 16) if tokens > 1 else 0
     return SharedMemory(0, _new_tokens(spec) + _round_up(length * value_row + coefficients, 16), scratch)

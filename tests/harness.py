@@ -655,7 +655,7 @@ class Harness:
         return t > 0 and self.slots[slot].history + t > self.spec.buffer_len
 
     def seen(self, slot: int, t: int, layer: int) -> torch.Tensor:
-        """The state that a step of ``t`` tokens that has run sees: read plane and ring, or what it has folded, in bf16 where that is read."""
+        """The state that a step of ``t`` tokens, which has run, sees: read plane and ring, or what it folded, in bf16 if that is read."""
         model, spec = self.slots[slot], self.spec
         if spec.family not in FOLDS_FIRST.get(kernels.backend_of(self.device), ()) or not self.flushes(slot, t):
             return model.read_tip[layer]

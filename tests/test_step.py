@@ -140,7 +140,9 @@ USUAL = {"mamba2": {(1, 1), (2, 2), (5, 5), (16, 16), (33, 7), (64, 1), (64, 16)
 @pytest.mark.parametrize(
     ("family", "buffer_len", "max_tokens"),
     [
-        pytest.param(family, *window, marks=[] if window in USUAL.get(family, {(1, 1), (5, 5), (16, 1), (33, 7), (64, 16)}) else pytest.mark.slow)
+        pytest.param(
+            family, *window, marks=[] if window in USUAL.get(family, {(1, 1), (5, 5), (16, 1), (33, 7), (64, 16)}) else pytest.mark.slow
+        )
         for family in FAMILIES
         for window in WINDOWS
     ],

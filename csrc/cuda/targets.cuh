@@ -57,7 +57,5 @@ struct Task : History {
     const i64 at = element * p.out_row + head * p.out_head + (slab * 16 + lane / 4) * p.out_p + lane % 4 * Whole::VEC * p.out_n;
     return {InPlace(Place{}, draws), p.out[blockIdx.z], p.out_dtype, at, p.out_p, p.out_n};
   }
-  __device__ void prefetch(int slab, int lane) const {
-    prefetch_whole(place_in(slot, slab, lane), lane);
-  }
+  __device__ void prefetch(int slab, int lane) const { prefetch_whole(place_in(slot, slab, lane), lane); }
 };

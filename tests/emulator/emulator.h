@@ -411,6 +411,9 @@ inline void ptx_st_global_v2_u32(void* to, uint32_t a, uint32_t b) {
 inline void ptx_mov_b32(int&) {}
 template <typename T>
 void ptx_mov_b64(T*&) {}
+inline void ptx_ld_global_L2_cache_hint_L2_128B_v4_u32(uint32_t& r0, uint32_t& r1, uint32_t& r2, uint32_t& r3, const void* from, uint64_t) {
+  ptx_ld_global_L2_128B_v4_u32(r0, r1, r2, r3, from);
+}
 inline void ptx_ld_global_L2_128B_v2_u32(uint32_t& r0, uint32_t& r1, const void* from) {
   if (reinterpret_cast<uintptr_t>(from) % 8) emulator::fail("misaligned vector load");
   uint32_t words[2];
