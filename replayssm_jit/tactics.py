@@ -107,7 +107,7 @@ def _fold_factors(spec: ReplaySpec) -> int:
 def constants(spec: ReplaySpec, kind: str) -> dict[str, int]:
     """Constants of a rendered source, ``step``, ``tree`` or ``fold``, that launch geometry must agree with."""
     if kind == "fold":
-        stays = spec.family == "kda" and spec.scaled  # in registers
+        stays = spec.family == "kda" and spec.scaled and spec.state_dim <= 128 and spec.dtype.itemsize == 2  # in registers
         blocks = 3 if spec.buffer_len <= 32 and not stays else 2
         return {"smem": fold_smem(spec), "warps": WARPS, "min_blocks": blocks, "read_once": False}
     memory, blocks = shared_memory(spec), min_blocks(spec)

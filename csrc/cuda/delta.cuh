@@ -176,8 +176,8 @@ struct DeltaOutputs {
   }
 };
 
-// Where a flushing step folds a unit to: in place, and from registers into the product of what is stored with the step's columns, as
-// precise as a product with the checkpoint would be.
+// Where a flushing step folds a unit to: in place, and from registers, before it is rounded to be stored, into the product with the step's
+// columns, as precise as one with the checkpoint would be.
 template <typename Rows>
 struct FoldedProduct : InPlace {
   static constexpr int TERMS = ACT_TERMS == 3 ? 3 : Read::TERMS;

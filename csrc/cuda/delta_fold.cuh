@@ -49,6 +49,7 @@ __device__ __forceinline__ void invert(FoldFactors& fold, int block, int count, 
 #pragma unroll
       for (int e = 0; e < ROWS; ++e)
         if (c * 32 + lane < FOLD_BLOCK) solve[first + e][c * 32 + lane] = value[c][e];
+    __syncwarp();
   }
 }
 
