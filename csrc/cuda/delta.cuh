@@ -28,6 +28,13 @@ struct Column {
   __device__ int row() const { return (is_key ? MAX_TOKENS : 0) + min(token, MAX_TOKENS - 1); }
 };
 
+// The rows of a lane's columns, one of each tile, of `rows` in that order.
+template <typename Rows>
+__device__ __forceinline__ void load_columns(Rows (&columns)[COLUMN_TILES], Rows rows, const Row& row, int lane) {
+#pragma unroll
+  for (int q = 0; q < COLUMN_TILES; ++q) columns[q] = rows.row(Column(q * 8 + lane / 4).used(row).row());
+}
+
 using DeltaCoefficients = Coefficients<2 * MAX_TOKENS, (BUFFER_LEN + 15) / 16 * 16>;  // of u_j of the history
 
 // In a Gram product columns are the queries of a tile, 8 a half: all of them where they share a tile, else those of a kind.
