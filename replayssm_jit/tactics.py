@@ -58,12 +58,13 @@ def shared_memory(spec: ReplaySpec) -> SharedMemory:
     terms = 3 if act == 4 else 2
     if spec.family == "mamba2":
         own = terms * tokens * (_round_up(ring, 16) // 2 + 4) * 4 + (tokens + length + 2) * 4
-        columns = _round_up(tokens * (3 * (spec.state_dim + 16) + 4), 16) if spec.read_dtype is torch.int8 else 0
+        columns = _byte_columns(spec, tokens) if spec.read_dtype is torch.int8 else 0
         return SharedMemory((tokens + _round_up(ring, 8)) * row + columns, ring * value_row, _round_up(own, 16))
 
     coefficients = terms * 2 * tokens * (_round_up(length, 16) // 2 + 4) * 4
     if spec.family == "gdn":
-        fixed = _round_up((2 * tokens + _round_up(length, 8)) * row + length * 4, 16)
+        columns = _byte_columns(spec, 2) if spec.read_dtype is torch.int8 and tokens == 1 else 0
+        fixed = _round_up((2 * tokens + _round_up(length, 8)) * row + columns + length * 4, 16)
         head = max(length * value_row, _fold_factors(spec)) + tokens * value_row + length * 4
         return SharedMemory(
             fixed, _round_up(head, 16), _round_up(max(coefficients, _unit_values(spec)), 16) + _delta_factors(tokens) + ROW_BYTES
@@ -71,6 +72,10 @@ def shared_memory(spec: ReplaySpec) -> SharedMemory:
 
     scratch = _round_up(max(tokens * spec.state_dim * (4 + act), terms * 8 * (spec.state_dim + 8) * 2), 16) if tokens > 1 else 0
     return SharedMemory(0, _new_tokens(spec) + _round_up(length * value_row + coefficients, 16), scratch)
+
+
+def _byte_columns(spec: ReplaySpec, columns: int) -> int:
+    return _round_up(columns * (3 * (spec.state_dim + 16) + 4), 16)
 
 
 def _new_tokens(spec: ReplaySpec) -> int:

@@ -181,6 +181,9 @@ __device__ __forceinline__ void value_fragment(u32 (&a)[ACT_TERMS][4], const Act
   }
 }
 
+// Neighbouring columns of a lane where a warp has all of a row.
+constexpr int CHANNELS = N / 32;
+
 // The read plane on its way through registers: up to 8 runs of a lane's two rows. Loads go out as soon as the previous product
 // has used the registers, so they fly while the warp finishes the unit before.
 constexpr int RUNS = N / (4 * Read::VEC);

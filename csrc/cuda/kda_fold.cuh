@@ -1,7 +1,6 @@
 // Kimi Delta Attention: columns and factors of a fold, and what a step shares of it.
 
-// Neighbouring key channels of a lane where a warp has all of them, as they lie in memory.
-constexpr int CHANNELS = N / 32;
+// A lane's neighbouring key channels, as they lie in memory.
 template <typename T>
 struct Channels {
   static constexpr int PER_WORD = 4 / int(sizeof(T)), WORDS = CHANNELS / PER_WORD;
