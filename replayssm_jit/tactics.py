@@ -45,7 +45,8 @@ def fold_smem(spec: ReplaySpec) -> int:
         head = _round_up(factors + length * 4, 16)
         return _round_up(_round_up(length, 8) * row + head + length * 4, 16) + WARPS * _unit_values(spec)
     split_row, float_row = (spec.state_dim + 8) * 2, (spec.state_dim + 4) * 4
-    columns = length * (float_row + (3 * split_row if length <= 32 else float_row))
+    front = _byte_columns(spec, length) if spec.state_format in ("int8", "int16_int8") and length <= 32 else length * float_row
+    columns = front + length * (3 * split_row if length <= 32 else float_row)
     links = -(-length // 4) * spec.state_dim * 4
     return columns + _round_up(max(links, WARPS * _unit_values(spec)) + spec.state_dim * 4 + factors, 16)
 
@@ -75,7 +76,7 @@ def shared_memory(spec: ReplaySpec) -> SharedMemory:
 
 
 def _byte_columns(spec: ReplaySpec, columns: int) -> int:
-    return _round_up(columns * (3 * (spec.state_dim + 16) + 4), 16)
+    return _round_up(columns * (3 * (spec.state_dim + 32) + 4), 16)
 
 
 def _new_tokens(spec: ReplaySpec) -> int:
@@ -131,7 +132,9 @@ def constants(spec: ReplaySpec, kind: str) -> dict[str, int]:
 
 def flush_spread(spec: ReplaySpec) -> int:
     """Over how many sixteenths of a launch a commit spreads the rows that will flush: until their blocks would be the last to end."""
-    return 8 if spec.family == "kda" else 10
+    if spec.family != "kda":
+        return 10
+    return 2 if spec.scaled else 8  # planes of bytes: the other rows are done sooner
 
 
 def warps(spec: ReplaySpec) -> int:
@@ -155,9 +158,10 @@ def min_blocks(spec: ReplaySpec) -> int:
         return 3 if spec.max_tokens > 8 or spec.state_dim > 128 else 4
     if spec.max_tokens > 8 or (spec.family == "kda" and spec.buffer_len > 32):
         return 2
-    if spec.family == "kda" and (spec.scaled or spec.rounding == "stochastic" or spec.max_tokens > 1):
-        return 3
-    spills = spec.scaled and (spec.copied or spec.rounding == "stochastic" or spec.max_tokens > 1)
+    if spec.family == "kda":
+        spills = spec.max_tokens > 1 or ((spec.scaled or spec.rounding == "stochastic") and spec.read_dtype is not torch.int8)
+    else:
+        spills = spec.scaled and (spec.copied or spec.rounding == "stochastic" or spec.max_tokens > 1)
     return 4 if narrow and spec.buffer_len <= 16 and not spills else 3
 
 

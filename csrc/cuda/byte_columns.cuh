@@ -4,12 +4,15 @@
 // A column is three bytes a number, in units of 2^16, 2^8 and 1 times `unit`, a power of 2: it keeps 22 bits below its largest number.
 // TOGETHER: a tile takes one or two columns with all of their terms, and the product of column c is that tile's column 4 c. Elsewhere every
 // term has its tiles.
+struct ByteDigits {
+  int sum[3][4] = {};
+};
 template <int COLUMNS, bool TOGETHER>
 struct alignas(16) ByteColumns {
   static constexpr int TERMS = 3, TERM_TILES = TOGETHER ? 1 : TERMS;
   static_assert(!TOGETHER || COLUMNS <= 2);
-  signed char term[TERMS][COLUMNS][N + 16];
-  float unit[COLUMNS];  // no number where the column holds one that is not finite
+  signed char term[TERMS][COLUMNS][N + 32];  // 32 bytes of padding spread rows over the banks
+  float unit[COLUMNS];                       // no number where the column holds one that is not finite
 
   // By one warp; a lane has neighbours.
   __device__ void put(int column, const float (&value)[CHANNELS], int lane) {
@@ -25,26 +28,18 @@ struct alignas(16) ByteColumns {
     for (int c = 0; c < CHANNELS; ++c)  // digits from -128 to 127
       number[c] = (__float_as_uint(fmaf(value[c], inverse, 12582912.f)) - 0x4b400000u + 0x808080u) ^ 0x808080u;
 #pragma unroll
-    for (int n = 0; n < TERMS; ++n) {
-      u32 pair[CHANNELS / 2];
+    for (int n = 0; n < TERMS; ++n)
 #pragma unroll
-      for (int i = 0; i < CHANNELS / 2; ++i) pair[i] = __byte_perm(number[2 * i], number[2 * i + 1], 0x40 + 0x11 * (TERMS - 1 - n));
-      signed char* to = term[n][column] + lane * CHANNELS;
-      if constexpr (CHANNELS == 2) {
-        *reinterpret_cast<u16*>(to) = u16(pair[0]);
-      } else {
-        u32 word[CHANNELS / 4];
-#pragma unroll
-        for (int i = 0; i < CHANNELS / 4; ++i) word[i] = __byte_perm(pair[2 * i], pair[2 * i + 1], 0x5410);
-        store_words(to, word);
+      for (int c = 0; c < CHANNELS; c += 2) {
+        const u32 pair = __byte_perm(number[c], number[c + 1], 0x40 + 0x11 * (TERMS - 1 - n));
+        *reinterpret_cast<u16*>(term[n][column] + lane * CHANNELS + c) = u16(pair);
       }
-    }
   }
 
   // acc[q] = (16 rows of the state) x (8 columns).
   template <int Q>
   __device__ void multiply(float (&acc)[Q][4], const Piece& piece, int lane) const {
-    static_assert(PIECES == 1);
+    static_assert(Q > 0 && PIECES == 1);
     const float scale[2] = {piece.scale_top * Read::UNIT, piece.scale_bottom * Read::UNIT};
 #pragma unroll
     for (int q = 0; q < Q; ++q) {
@@ -53,8 +48,8 @@ struct alignas(16) ByteColumns {
       for (int i = 0; i < PIECE; ++i)
 #pragma unroll
         for (int n = 0; n < TERM_TILES; ++n) {
-          const auto& row = TOGETHER ? term[min(lane / 4 % 4, TERMS - 1)][min(lane / 16, COLUMNS - 1)]
-                                     : term[n][min(q * 8 + lane / 4, COLUMNS - 1)];
+          const auto& row =
+              TOGETHER ? term[min(lane / 4 % 4, TERMS - 1)][min(lane / 16, COLUMNS - 1)] : term[n][min(q * 8 + lane / 4, COLUMNS - 1)];
           u32 b[4];
           load_words(b, &row[(i * 4 + lane % 4) * 16]);
 #pragma unroll
@@ -74,8 +69,51 @@ struct alignas(16) ByteColumns {
 #pragma unroll
           for (int n = 0; n < TERMS; ++n) digit[n] = sum[n][e];
         }
-        acc[q][e] = fmaf(float(digit[0] * 256 + digit[1]), 256.f, float(digit[2])) * (scale[e / 2] * by);
+        acc[q][e] = total(digit) * (scale[e / 2] * by);
       }
     }
   }
+
+  // The same of a whole checkpoint of integers, of which `whole` are the runs from `first` on; `newest` is the last column that there is. A
+  // digit of the sum is that of a column times the higher plane, and of the one before it times the lower.
+  template <int TILES, int RUNS>
+  __device__ void add_whole(ByteDigits (&digits)[TILES], const WholeRuns<RUNS>& whole, int first, int newest, int lane) const {
+#pragma unroll
+    for (int i = 0; i < RUNS; ++i) {
+      u32 b[TILES][TERMS][2];
+#pragma unroll
+      for (int q = 0; q < TILES; ++q)
+#pragma unroll
+        for (int n = 0; n < TERMS; ++n) load_words(b[q][n], &term[n][min(q * 8 + lane / 4, newest)][((first + i) * 4 + lane % 4) * 8]);
+#pragma unroll
+      for (int plane = 0; plane < Whole::LOADS; ++plane) {
+        const u32(&top)[Whole::WORDS] = whole.raw[i][0][plane], (&bottom)[Whole::WORDS] = whole.raw[i][1][plane];
+        const u32 a[4] = {top[0], bottom[0], top[1], bottom[1]};
+#pragma unroll
+        for (int q = 0; q < TILES; ++q)
+#pragma unroll
+          for (int n = 0; n + plane < TERMS; ++n) mma_bytes(digits[q].sum[n + plane], a, b[q][n][0], b[q][n][1]);
+      }
+    }
+  }
+  template <int TILES, int RUNS>
+  __device__ void whole_product(float (&product)[TILES][4], const ByteDigits (&digits)[TILES], const WholeRuns<RUNS>& whole, int newest,
+                                int lane) const {
+    constexpr float UNIT = Whole::LOADS == 2 ? 256.f : 1.f;  // of the higher plane
+#pragma unroll
+    for (int q = 0; q < TILES; ++q)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int digit[TERMS] = {digits[q].sum[0][e], digits[q].sum[1][e], digits[q].sum[2][e]};
+        product[q][e] = total(digit) * (whole.scale[e / 2] * UNIT * unit[min(q * 8 + lane % 4 * 2 + e % 2, newest)]);
+      }
+  }
+
+ private:
+  __device__ static float total(const int (&digit)[TERMS]) { return fmaf(float(digit[0] * 256 + digit[1]), 256.f, float(digit[2])); }
+};
+
+// Columns of a history's entries, to be multiplied with a whole checkpoint of integers.
+struct ByteRows {
+  const ByteColumns<BUFFER_LEN, false>* columns;
 };

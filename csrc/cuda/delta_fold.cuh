@@ -108,6 +108,65 @@ struct Changed {
   }
 };
 
+// The product of a unit with the keys of a block of entries from `begin` on. A unit that does not stay is loaded, from `from`.
+template <int KEPT, typename Keys>
+__device__ __forceinline__ void state_product(float (&product)[FOLD_TILES][4], KeptRuns<KEPT>& unit, const Place& from, Keys keys,
+                                              int begin, int history, int lane) {
+  constexpr int VEC = Whole::VEC;
+  float rest[FOLD_TILES][4] = {};  // sums of the small products, beside those of the upper ones: they truncate
+#pragma unroll 1
+  for (int first = 0; first < WHOLE_RUNS; first += KEPT) {
+    if (!FOLD_STAYS) unit.load(from, first);
+    constexpr int TOGETHER = Keys::EXACT ? FOLD_TILES : FOLD_TILES < 2 ? 1 : 2;  // tiles of keys that share a split of the state
+#pragma unroll
+    for (int group = 0; group < FOLD_TILES; group += TOGETHER) {
+      if (begin + group * 8 >= history) break;
+#pragma unroll
+      for (int i = 0; i < KEPT; ++i) {
+        __syncwarp();  // keys of a run stay behind the products of the one before, and out of the registers
+        float key[TOGETHER][VEC];
+#pragma unroll
+        for (int q = 0; q < TOGETHER; ++q) product_columns(key[q], keys, begin + (group + q) * 8, history - 1, first + i, lane);
+#pragma unroll
+        for (int s = 0; s < VEC / 2; ++s) {
+          const float a[4] = {unit.value[i][0][2 * s], unit.value[i][1][2 * s], unit.value[i][0][2 * s + 1], unit.value[i][1][2 * s + 1]};
+#pragma unroll
+          for (int q = 0; q < TOGETHER && group + q < FOLD_TILES; ++q) {
+            const float b[2] = {key[q][2 * s], key[q][2 * s + 1]};
+            mma_floats<Keys::EXACT>(product[group + q], rest[group + q], a, b);
+          }
+        }
+      }
+    }
+  }
+#pragma unroll
+  for (int q = 0; q < FOLD_TILES; ++q)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) product[q][i] += rest[q][i];
+}
+// The same of integers, all of whose history is one block.
+template <int KEPT>
+__device__ __forceinline__ void state_product(float (&product)[FOLD_TILES][4], WholeRuns<KEPT>& unit, const Place& from, ByteRows keys, int,
+                                              int history, int lane) {
+  ByteDigits digits[FOLD_TILES];
+  if (history == 0) return;
+#pragma unroll 1
+  for (int first = 0; first < WHOLE_RUNS; first += KEPT) {
+    if (!FOLD_STAYS) unit.load(from, first);
+    keys.columns->add_whole(digits, unit, first, history - 1, lane);
+  }
+  keys.columns->whole_product(product, digits, unit, history - 1, lane);
+}
+// What is loaded for that.
+template <int KEPT, typename Keys>
+__device__ __forceinline__ KeptRuns<KEPT>& unit_of(KeptRuns<KEPT>& kept, WholeRuns<KEPT>&, Keys) {
+  return kept;
+}
+template <int KEPT>
+__device__ __forceinline__ WholeRuns<KEPT>& unit_of(KeptRuns<KEPT>&, WholeRuns<KEPT>& whole, ByteRows) {
+  return whole;
+}
+
 // One unit's exact fold: the corrections of the history again, from raw v and the full-precision state, then the fold with them.
 // `product_keys` are the columns that the state is multiplied with, `fold_keys` those that are added to it; `ring_v` is the head's, `values` the
 // warp's, `decay(block, channel)` the state's, and `target()` where it goes, which is of no use in registers before. An empty history decodes the state.
@@ -119,37 +178,14 @@ __device__ __forceinline__ void exact_fold(const History& row, const Act* ring_v
   constexpr int VEC = Whole::VEC, KEPT = FOLD_STAYS ? WHOLE_RUNS : FOLD_BATCH, STEPS = (FOLD_BLOCK + 15) / 16;
   values.stage(ring_v + slab * 16, row, lane);
   KeptRuns<KEPT> kept;
+  WholeRuns<KEPT> whole;
+  auto& unit = unit_of(kept, whole, product_keys);
   u32 scaled[STEPS][3][4];  // u of a block, times what it has in the state after it
 
   auto correct = [&](int block) {
     const int begin = block * FOLD_BLOCK, count = row.history - begin;
-    float product[FOLD_TILES][4] = {}, rest[FOLD_TILES][4] = {};  // sums of the upper and of the small products: they truncate
-#pragma unroll 1
-    for (int first = 0; first < WHOLE_RUNS; first += KEPT) {
-      if (!FOLD_STAYS) kept.load(from, first);
-      constexpr int TOGETHER = ProductKeys::EXACT ? FOLD_TILES : FOLD_TILES < 2 ? 1 : 2;  // tiles of keys that share a split of the state
-#pragma unroll
-      for (int group = 0; group < FOLD_TILES; group += TOGETHER) {
-        if (group * 8 >= count) break;
-#pragma unroll
-        for (int i = 0; i < KEPT; ++i) {
-          __syncwarp();  // keys of a run stay behind the products of the one before, and out of the registers
-          float key[TOGETHER][VEC];
-#pragma unroll
-          for (int q = 0; q < TOGETHER; ++q)
-            product_columns(key[q], product_keys, begin + (group + q) * 8, row.history - 1, first + i, lane);
-#pragma unroll
-          for (int s = 0; s < VEC / 2; ++s) {
-            const float a[4] = {kept.value[i][0][2 * s], kept.value[i][1][2 * s], kept.value[i][0][2 * s + 1], kept.value[i][1][2 * s + 1]};
-#pragma unroll
-            for (int q = 0; q < TOGETHER && group + q < FOLD_TILES; ++q) {
-              const float b[2] = {key[q][2 * s], key[q][2 * s + 1]};
-              mma_floats<ProductKeys::EXACT>(product[group + q], rest[group + q], a, b);
-            }
-          }
-        }
-      }
-    }
+    float product[FOLD_TILES][4] = {};
+    state_product(product, unit, from, product_keys, begin, row.history, lane);
     copy_wait();
     __syncwarp();
     float v[FOLD_TILES][4];
@@ -158,7 +194,7 @@ __device__ __forceinline__ void exact_fold(const History& row, const Act* ring_v
     for (int q = 0; q < FOLD_TILES; ++q) {
       const float2 lead = *reinterpret_cast<const float2*>(factors.lead + begin + q * 8 + lane % 4 * 2);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) product[q][i] = fmaf(i % 2 ? lead.y : lead.x, product[q][i] + rest[q][i], v[q][i]);
+      for (int i = 0; i < 4; ++i) product[q][i] = fmaf(i % 2 ? lead.y : lead.x, product[q][i], v[q][i]);
     }
 
 #pragma unroll
@@ -186,17 +222,13 @@ __device__ __forceinline__ void exact_fold(const History& row, const Act* ring_v
   };
   auto add = [&](auto& changed, int block, int first) {
     fold_runs<KEPT>(
-        changed, first,
-        [&](float (&out)[VEC], int i, int half) {
-#pragma unroll
-          for (int e = 0; e < VEC; ++e) out[e] = kept.value[i][half][e];
-        },
+        changed, first, [&](float (&out)[VEC], int i, int half) { unit.decode(out, i, half); },
         [&](int channel) { return decay(block, channel); }, scaled, fold_keys.row(block * FOLD_BLOCK), row.history - block * FOLD_BLOCK,
         lane);
   };
 
   if constexpr (FOLD_STAYS) {
-    kept.load(from, 0);
+    unit.load(from, 0);
     const int blocks = FOLD_BLOCKS > 1 ? max((row.history + FOLD_BLOCK - 1) / FOLD_BLOCK, 1) : 1;
 #pragma unroll 1
     for (int block = 0; block < blocks; ++block) {
@@ -213,7 +245,7 @@ __device__ __forceinline__ void exact_fold(const History& row, const Act* ring_v
     correct(0);
     auto to = target();
     fold<KEPT>(to, [&](int first) {
-      kept.load(from, first);
+      unit.load(from, first);
       add(to, 0, first);
     });
   }

@@ -485,6 +485,10 @@ struct KeptRuns {
 #pragma unroll
     for (int e = 0; e < Whole::VEC; ++e) value[i][half][e] = changed[e];
   }
+  __device__ void decode(float (&out)[Whole::VEC], int i, int half) const {
+#pragma unroll
+    for (int e = 0; e < Whole::VEC; ++e) out[e] = value[i][half][e];
+  }
   template <typename To>
   __device__ void leave(To& to) const {
     const auto all = [&] {
@@ -518,8 +522,14 @@ __device__ __forceinline__ void fold_columns(u32 (&b)[PAIRS][TERMS][2], Keys key
       for (int half = 0; half < 2; ++half) b[q][n][half] = __byte_perm(key[2 * half].pair[n][q], key[2 * half + 1].pair[n][q], select);
 }
 
-// Rows of 16-bit activations whose columns were put in another order, such that matrix loads find both operands: of every 4 * VEC columns
-// each lane's first two, each lane's next two, and so on.
+// Columns in another order, such that matrix loads find both operands of a product with the state: of every 4 * VEC columns each lane's first
+// two, each lane's next two, and so on. Where column `column`, an even one, and the next are.
+__device__ constexpr int turned(int column) {
+  constexpr int VEC = Whole::VEC;
+  return column / (4 * VEC) * (4 * VEC) + column % VEC / 2 * 8 + column / VEC % 4 * 2;
+}
+
+// Rows of 16-bit activations that were turned.
 struct TurnedRows {
   static constexpr int TERMS = ACT_TERMS;
   static constexpr bool EXACT = true;
@@ -564,6 +574,28 @@ __device__ __forceinline__ void fold_columns(u32 (&b)[PAIRS][TERMS][2], TurnedRo
       for (int n = 0; n < TERMS; ++n) b[q + i / 2][n][i % 2] = terms[n];
     }
   }
+}
+
+// Rows of floats that were split and turned when they were written: term n of row r at (n * ROWS + r) * SPLIT_PITCH.
+template <int ROWS>
+struct TurnedSplitRows {
+  static constexpr int TERMS = 3;
+  const bf16* at;
+
+  __device__ TurnedSplitRows row(int index) const { return {at + index * SPLIT_PITCH}; }
+};
+template <int PAIRS, int TERMS, int ROWS>
+__device__ __forceinline__ void fold_columns(u32 (&b)[PAIRS][TERMS][2], TurnedSplitRows<ROWS> keys, int first, int newest, int run,
+                                             int lane) {
+#pragma unroll
+  for (int q = 0; q < PAIRS; q += 2)
+#pragma unroll
+    for (int n = 0; n < TERMS; ++n) {
+      u32 pair[4];
+      ldmatrix_transposed(pair, keys.row(n * ROWS + min(first + lane % 16, newest)).at + run * 8 * PAIRS + (q + lane / 16) * 8);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) b[q + i / 2][n][i % 2] = pair[i];
+    }
 }
 
 // Folds a unit, RUNS runs of its rows at a time: `fold_some(first)`.

@@ -55,35 +55,49 @@ __device__ __forceinline__ void get_channels(float (&value)[CHANNELS], const bf1
   }
 }
 
-// Keys of the fold: short histories are split once, for all warps; long ones are kept as floats, which take less room, and split as
-// they are read.
+// Keys of the fold: those of short histories are split once, for all warps, or become bytes where the checkpoint has integers to be
+// multiplied with them; those of long ones are kept as floats, which take less room, and split as they are read.
 struct SplitKeys {
-  using Rows = SplitRows<BUFFER_LEN, 3>;
-  bf16 at[3 * BUFFER_LEN * SPLIT_PITCH];
+  using Rows = TurnedSplitRows<BUFFER_LEN>;
+  bf16 at[Rows::TERMS * BUFFER_LEN * SPLIT_PITCH];
+  __device__ Rows rows() const { return {at}; }
   __device__ void put(int entry, int channel, const float (&value)[CHANNELS]) {
-    put_channels<3>(at + entry * SPLIT_PITCH + channel, BUFFER_LEN, value);
+#pragma unroll
+    for (int i = 0; i < CHANNELS; i += 2) {
+      u32 terms[Rows::TERMS];
+      split(value[i], value[i + 1], terms);
+#pragma unroll
+      for (int n = 0; n < Rows::TERMS; ++n)
+        *reinterpret_cast<u32*>(at + (n * BUFFER_LEN + entry) * SPLIT_PITCH + turned(channel + i)) = terms[n];
+    }
   }
 };
+struct ByteKeys : ByteColumns<BUFFER_LEN, false> {
+  __device__ ByteRows rows() const { return {this}; }
+  __device__ void put(int entry, int channel, const float (&value)[CHANNELS]) { ByteColumns::put(entry, value, channel / CHANNELS); }
+};
 struct FloatKeys {
-  using Rows = FloatRows;
   float at[BUFFER_LEN * FLOAT_PITCH];
+  __device__ FloatRows rows() const { return {at}; }
   __device__ void put(int entry, int channel, const float (&value)[CHANNELS]) { store_floats(at + entry * FLOAT_PITCH + channel, value); }
 };
-template <bool SHORT>
-struct ShortKeys {
-  using type = SplitKeys;
+template <bool, typename Keys>
+struct Either {
+  using type = Keys;
 };
-template <>
-struct ShortKeys<false> {
+template <typename Keys>
+struct Either<false, Keys> {
   using type = FloatKeys;
 };
-using BackKeys = ShortKeys<(BUFFER_LEN <= 32)>::type;
+constexpr bool SHORT = BUFFER_LEN <= 32;
+using FrontKeys = Either<SHORT && Whole::INTEGERS, ByteKeys>::type;
+using BackKeys = Either<SHORT, SplitKeys>::type;
 
 // Decays over several entries are products, of links of the chain that are a warp's in its registers: nothing is exponentiated twice, and
 // the accuracy is that of the recurrence, which multiplies by the same.
 constexpr int LINK = 4, LINKS = (BUFFER_LEN + LINK - 1) / LINK;  // entries
 struct alignas(16) FoldShared {
-  FloatKeys front;  // k_j decayed from the checkpoint on
+  FrontKeys front;  // k_j decayed from the checkpoint on
   union {
     FloatKeys sources;  // k_j decayed to the end of its link
     BackKeys back;      // to the history's end, later

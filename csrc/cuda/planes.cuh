@@ -168,6 +168,7 @@ __device__ __forceinline__ float row_scale(float largest, float levels, bool inv
 
 // Bytes of a scaled row: the lowest of what `encode` returns, or one of a word.
 struct CodeInt8 {
+  static constexpr bool INTEGERS = true;
   static constexpr float LARGEST = 127.f;
   template <typename Rounding>
   __device__ static u32 encode(float x, const Rounding&, u32 random) {
@@ -178,6 +179,7 @@ struct CodeInt8 {
   }
 };
 struct CodeFp8 {  // e4m3fn; what a row holds is finite, so its NaN is never stored
+  static constexpr bool INTEGERS = false;
   static constexpr float LARGEST = 448.f;
   template <typename Rounding>
   __device__ static u32 encode(float x, const Rounding& rounding, u32 random) {
@@ -228,10 +230,10 @@ __device__ __forceinline__ void decode_planes(u32 hi, u32 lo, float& even, float
 }
 
 // Whole: one run of VEC columns of one row of the checkpoint, to floats and back. BYTES an element in LOADS planes, `plane` bytes apart; a
-// lane has WORDS of each. SCALED formats take the row's scale, or what its numbers are multiplied with to be stored; COPIED ones also
-// write the copy that steps read. `column` is where the run begins, for the random bits.
+// lane has WORDS of each. SCALED formats take the row's scale, or what its numbers are multiplied with to be stored; INTEGERS are bytes
+// of a two's complement, the highest plane first; COPIED ones also write the copy that steps read. `column` is where the run begins, for the random bits.
 struct Unscaled {
-  static constexpr bool SCALED = false, COPIED = false;
+  static constexpr bool SCALED = false, COPIED = false, INTEGERS = false;
   static constexpr float LARGEST = 0.f;
 };
 
@@ -316,7 +318,7 @@ using WholeFp16 = Whole16<PairFp16>;
 template <typename Code>
 struct WholeScaled {
   static constexpr int VEC = 8, LOADS = 1, BYTES = 1, WORDS = 2;
-  static constexpr bool SCALED = true, COPIED = false;
+  static constexpr bool SCALED = true, COPIED = false, INTEGERS = Code::INTEGERS;
   static constexpr float LARGEST = Code::LARGEST;
   __device__ static void load(u32 (&raw)[LOADS][WORDS], const char* at, i64) { load_vector(raw[0], at); }
   __device__ static void decode(float (&value)[VEC], const u32 (&raw)[LOADS][WORDS], float scale) {
@@ -335,7 +337,7 @@ struct WholeScaled {
 // keeps hi within 8 bits.
 struct WholeScaledPlanes {
   static constexpr int VEC = 8, LOADS = 2, BYTES = 2, WORDS = 2;
-  static constexpr bool SCALED = true, COPIED = false;
+  static constexpr bool SCALED = true, COPIED = false, INTEGERS = true;
   static constexpr float LARGEST = 32639.f;
   __device__ static void load(u32 (&raw)[LOADS][WORDS], const char* at, i64 plane) {
     load_vector(raw[0], at);
