@@ -93,6 +93,16 @@ def test_two_planes_keep_every_pattern(family, device):
     assert torch.equal(two_planes(cache.spec, held, backend)[0][number], (bits(upper_plane(values)) >> 16).long()[number])
 
 
+@pytest.mark.parametrize("family", ["mamba2"])
+def test_one_plane_keeps_every_pattern(family, device):
+    """Also those that are not numbers, with all that they carry."""
+    cache = allocate(family, device, slots=4, **with_format("fp32"))
+    shape = cache.spec.shape("H", "P", "N")
+    values = patterns(4 * torch.Size(shape).numel()).reshape(4, *shape)
+    cache.load_state(0, [3, 1, 0, 2], values.to(device))
+    assert torch.equal(bits(cache.read_state(0, [3, 1, 0, 2]).cpu()), bits(values))
+
+
 @pytest.mark.parametrize("state_format", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("layout", ["vk", "kv"])
