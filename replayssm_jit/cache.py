@@ -509,7 +509,7 @@ class ReplayCache:
             error=self.error.data_ptr(),
             op=COMMIT,
             order=0 if order is None else order.data_ptr(),
-            spread=tactics.flush_spread(self.spec),
+            spread=tactics.flush_spread(self.spec, slots.numel()),
             **step,
         )
         if self.watching:

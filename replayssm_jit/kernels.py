@@ -185,30 +185,31 @@ class StepKernel:
         self.plan(rows=1)  # a shape that does not fit the device is refused here, not at the first batch
 
     def ordered(self, rows: int) -> bool:
-        """Whether the order of rows matters: with fewer, all blocks run at once, and the CPU balances by itself."""
-        return self._backend == "cuda" and rows in tactics.ORDERED_ROWS
+        """Whether the order of rows matters: not where all run at once, however many blocks each has; and the CPU balances by itself."""
+        return self._backend == "cuda" and rows in tactics.ORDERED_ROWS and self._geometry(rows)[0]["divided"] < rows
 
     def plan(self, rows: int) -> tuple[dict[str, int], Callable[[int], None]]:
         """Fields that depend on the batch's size alone, and its launch: a call with the address of the packed struct."""
-        fields = {"rows": rows, "num_heads": self.spec.heads, "threads": torch.get_num_threads(), "heads_per_block": 1}
+        fields = {"rows": rows, "num_heads": self.spec.heads, "threads": torch.get_num_threads()}
         kernel = self._kernel
         if self._backend == "cpu":
             return fields, lambda address: kernel.launch(address)
-        heads, launch = self._geometry(rows)
-        return fields | {"heads_per_block": heads}, launch
+        geometry, launch = self._geometry(rows)
+        return fields | geometry, launch
 
-    def _find_geometry(self, rows: int) -> tuple[int, Callable[[int], None]]:
-        """Heads a block, and the launch with it."""
+    def _find_geometry(self, rows: int) -> tuple[dict[str, int], Callable[[int], None]]:
+        """Fields that say how a launch is divided, and the launch."""
         heads = tactics.heads_per_block(self.spec, rows, self._kernel.max_dynamic_smem)
         blocks = tactics.blocks(self.spec, heads)
-        grid = (blocks, rows, tactics.splits(self.spec, blocks * rows))
+        splits, plain, divided = tactics.splits(self.spec, rows, blocks)
+        grid = (blocks, rows + (splits - 1) * divided, 1)
         smem, threads = tactics.smem_bytes(self.spec, heads), tactics.warps(self.spec) * 32
         kernel, device = self._kernel, self._device
 
         def launch_cuda(address: int) -> None:
             kernel.launch(address, grid, threads, smem, current_stream(device), True)
 
-        return heads, launch_cuda
+        return {"heads_per_block": heads, "splits": splits, "plain_splits": plain, "divided": divided}, launch_cuda
 
 
 def one_plane(spec: ReplaySpec) -> ReplaySpec:

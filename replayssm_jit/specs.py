@@ -347,8 +347,11 @@ class ReplaySpec:
                 *(f"{name}_slot" for name in self.cache_tensors),
                 *(f"{name}_{axis}" for name in tokens for axis in ("row", "token", "outer")),
             ),
-            # keep_padding leaves the outputs of padding rows as they are, instead of zero.
-            i32=("rows", "tokens", "num_heads", "num_slots", "pad_slot", "keep_padding", "aligned", "heads_per_block", "threads", "layer"),
+            # keep_padding leaves the outputs of padding rows as they are, instead of zero; what splits are is said in tactics.py.
+            i32=(
+                *("rows", "tokens", "num_heads", "num_slots", "pad_slot", "keep_padding", "aligned", "threads", "layer"),
+                *("heads_per_block", "splits", "plain_splits", "divided"),
+            ),
         )
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Launch geometry of the CUDA kernels: shared memory, and how many heads a block serves for a batch."""
+"""Launch geometry of the CUDA kernels: shared memory, and how a batch is divided among blocks."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from .specs import ReplaySpec
 
 WARPS = 4
+MULTIPROCESSORS = 132  # of an H200, for which launches are measured
+EXTRA_BLOCKS = 3 * MULTIPROCESSORS  # of rows that may flush
+FEW_HEADS = 1024  # of all rows: a small batch, in which latency is all that a step takes
 SMEM_EVERYWHERE = 99 << 10  # bytes that a block may take on every supported device
 CURSOR_THREADS = 256
 ROW_BYTES = 48  # struct Row, aligned
@@ -115,7 +118,7 @@ def constants(spec: ReplaySpec, kind: str) -> dict[str, int]:
     if kind == "fold":
         stays = spec.family == "kda" and spec.scaled and spec.state_dim <= 128 and spec.dtype.itemsize == 2  # in registers
         blocks = 3 if spec.buffer_len <= 32 and not stays else 2
-        return {"smem": fold_smem(spec), "warps": WARPS, "min_blocks": blocks, "read_once": False}
+        return {"smem": fold_smem(spec), "warps": WARPS, "min_blocks": blocks, "read_once": False, "few_heads": FEW_HEADS}
     memory, blocks = shared_memory(spec), min_blocks(spec)
     if kind == "tree":  # paths take registers, too
         blocks = min(blocks, 2 if spec.family == "kda" and spec.dtype is torch.float32 else 3)
@@ -127,11 +130,17 @@ def constants(spec: ReplaySpec, kind: str) -> dict[str, int]:
         "min_blocks": blocks,
         # KDA reads more of its rings than the others: they stay in L2 if the state makes room. Mamba-2's flush reads the plane again.
         "read_once": spec.family == "kda",
+        "few_heads": FEW_HEADS,
     }
 
 
-def flush_spread(spec: ReplaySpec) -> int:
-    """Over how many sixteenths of a launch a commit spreads the rows that will flush: until their blocks would be the last to end."""
+def flush_spread(spec: ReplaySpec, rows: int) -> int:
+    """Over how many sixteenths of a launch a commit spreads the rows that will flush: until their blocks would be the last to end.
+
+    In small batches they come first, among those that may be divided.
+    """
+    if rows * spec.heads < FEW_HEADS:
+        return 0
     if spec.family != "kda":
         return 10
     return 2 if spec.scaled else 8  # planes of bytes: the other rows are done sooner
@@ -232,10 +241,33 @@ def blocks(spec: ReplaySpec, heads: int) -> int:
     return groups * -(-(spec.heads // groups) // heads)
 
 
-def splits(spec: ReplaySpec, blocks: int) -> int:
-    """Blocks among which the rows of each block's state are divided: more than one only where the device would stay half empty."""
-    slabs = spec.head_dim // 16
-    return -(-slabs // WARPS) if blocks <= 132 and slabs > WARPS else 1
+def splits(spec: ReplaySpec, rows: int, blocks: int) -> tuple[int, int, int]:
+    """How the rows of each head's state, by 16, are divided among blocks, in small batches.
+
+    Parameters
+    ----------
+    spec : ReplaySpec
+        Shapes and precision.
+    rows : int
+        Rows of the batch.
+    blocks : int
+        Blocks that serve a row where it is not divided.
+
+    Returns
+    -------
+    splits : int
+        Among how many, where the row flushes and is one of the first ``divided``.
+    plain : int
+        Where it is not: more than one only if all rows are divided.
+    divided : int
+        Rows, in the order of the launch, for which there are so many blocks.
+    """
+    most = -(-spec.head_dim // 16 // warps(spec))
+    if most == 1 or rows * spec.heads >= FEW_HEADS:
+        return 1, 1, 0
+    # Blocks of rows that turn out not to flush cost little, and ask early for what the others need.
+    divided = min(rows, EXTRA_BLOCKS // (blocks * (most - 1))) if rows in ORDERED_ROWS else rows
+    return (most, most if rows * blocks <= MULTIPROCESSORS else 1, divided) if divided else (1, 1, 0)
 
 
 def standard_grid(spec: ReplaySpec, rows: int) -> tuple[int, int, int]:

@@ -59,15 +59,38 @@ def test_alone_and_in_any_batch(family, state_format, device):
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_heads_of_a_block(family, head_dim, device, monkeypatch):
-    """However many heads a block serves, alone or by several of its warps, and where two blocks share a head's rows."""
-    if device.type == "cpu" and kernels.backend_of(device) == "cpu":
-        pytest.skip("blocks are a matter of CUDA")
+    """However many heads a block serves, alone or by several of its warps."""
     results = []
     for heads in (1, 2, 3, 4) if family == "kda" else (1, 2, 3):
         monkeypatch.setattr(tactics, "heads_per_block", lambda *_, heads=heads: heads)
-        harness, inputs = prepared(family, device, 6, head_dim=head_dim)
-        out = run(harness, inputs, list(range(6)))
-        results.append((out, snapshot(harness.cache)))
+        results.append(six_rows(family, device, head_dim))
+    same_everywhere(results)
+
+
+#: Blocks of a row that flushes and of any other, and the rows for which there are so many.
+SPLITS = [(1, 1, 0), (2, 1, 6), (2, 2, 6), (2, 1, 3), (3, 2, 6), (4, 1, 5)]
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_blocks_of_a_row(family, heads, device, monkeypatch):
+    """Among however many blocks a row is divided, where it flushes and where it does not."""
+    monkeypatch.setattr(tactics, "heads_per_block", lambda *_: heads)
+    results = []
+    for splits in SPLITS:
+        monkeypatch.setattr(tactics, "splits", lambda *_, splits=splits: splits)
+        results.append(six_rows(family, device, 128))
+    same_everywhere(results)
+
+
+def six_rows(family, device, head_dim):
+    if device.type == "cpu" and kernels.backend_of(device) == "cpu":
+        pytest.skip("blocks are a matter of CUDA")
+    harness, inputs = prepared(family, device, 6, head_dim=head_dim)
+    return run(harness, inputs, list(range(6))), snapshot(harness.cache)
+
+
+def same_everywhere(results):
     for out, after in results[1:]:
         assert same_bits(out, results[0][0])
         for now, want in zip(after, results[0][1], strict=True):

@@ -33,3 +33,17 @@ def test_a_device_with_too_little_memory(family):
     spec = small_spec(family)
     with pytest.raises(ValueError, match=r"need \d+ bytes of shared memory a block, but this device has 1024"):
         tactics.heads_per_block(spec, 1, 1024)
+
+
+def test_blocks_of_a_row():
+    """A row that flushes is divided in small batches, any row where the device would stay half empty; of many rows some."""
+    spec = GdnSpec(heads=8, key_heads=8, head_dim=128, state_dim=128, buffer_len=16, max_tokens=1)
+    assert [tactics.splits(spec, rows, 8) for rows in (1, 16, 32, 60, 128)] == [(2, 2, 1), (2, 2, 16), (2, 1, 32), (2, 1, 49), (1, 1, 0)]
+    assert tactics.splits(spec, 8, 64) == (2, 1, 8)  # all of few rows, which nobody puts in order
+    for rows in range(1, 140):
+        splits, plain, divided = tactics.splits(spec, rows, 8)
+        assert plain == 1 or (plain <= splits and divided == rows)
+        assert rows < 16 or divided * 8 <= tactics.EXTRA_BLOCKS
+        assert divided in (0, rows) or tactics.flush_spread(spec, rows) == 0  # those that flush come first
+    narrow = GdnSpec(heads=8, key_heads=8, head_dim=64, state_dim=128, buffer_len=16, max_tokens=1)
+    assert tactics.splits(narrow, 1, 8) == (1, 1, 0)  # a slab a warp

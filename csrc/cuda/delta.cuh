@@ -183,6 +183,18 @@ struct DeltaOutputs {
   }
 };
 
+// What a row that flushes reads and others do not, on its way to L2: by blocks that others have no use for, so that nobody else waits for
+// the cursors that tell.
+__device__ __forceinline__ void ask_flush(const Params& p, i64 slot, int head, const Share& share, int lane) {
+  if (!flushes_early(p, slot)) return;
+  for (int slab = share.part; slab < SLABS; slab += share.parts) prefetch_rest(place_of(p, slot, head, slab * 16 + lane / 4), lane);
+  prefetch_ring<P>(static_cast<const Act*>(p.ring_v) + slot * p.ring_v_slot + i64(head) * RING_LEN * P, share.part * 32 + lane,
+                   share.parts * 32);
+  if (lane > 0) return;
+  prefetch(static_cast<const float*>(p.ring_beta) + slot * p.ring_beta_slot + i64(head) * RING_LEN);
+  if (DECAY_VECTOR) prefetch(static_cast<const float*>(p.ring_k_norm) + slot * p.ring_k_norm_slot + i64(head / HEADS_PER_GROUP) * RING_LEN);
+}
+
 // Where a flushing step folds a unit to: in place, and from registers, before it is rounded to be stored, into the product with the step's
 // columns, as precise as one with the checkpoint would be.
 template <typename Rows>

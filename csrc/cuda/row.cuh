@@ -31,8 +31,29 @@ __device__ __forceinline__ int count_tokens(const Params& p, int row) {
   return min(max(tokens, 0), cu_seqlens ? MAX_TOKENS : min(MAX_TOKENS, p.tokens));
 }
 
-// Which row a block serves: the order that the last commit left, or that of the batch.
-__device__ __forceinline__ int pick_row(const Params& p) { return p.order ? static_cast<const int*>(p.order)[blockIdx.y] : blockIdx.y; }
+// Which row a block serves, and which part of its heads' states. A row that flushes is one long chain of latencies, so in small batches
+// its slabs are dealt to several blocks; those beyond what other rows are divided among lead the launch, so that none comes late, and
+// return where they are not needed.
+struct Turn {
+  static constexpr bool DIVIDES = SLABS > WARPS;
+  int at = blockIdx.y;  // place of the row in the launch
+  int split = 0;
+
+  __device__ explicit Turn(const Params& p) {
+    if constexpr (DIVIDES)
+      for (at -= (p.splits - 1) * p.divided; at < 0; at += opaque(p.divided)) ++split;  // few turns: no division
+  }
+  // Blocks among which the row is divided.
+  __device__ int splits(const Params& p, bool folds) const { return !DIVIDES ? 1 : folds && at < p.divided ? p.splits : p.plain_splits; }
+  // Whether the block serves rows that flush alone.
+  __device__ bool extra(const Params& p) const { return DIVIDES && split >= p.plain_splits; }
+  __device__ bool idle(const Params& p, const Row& row) const { return extra(p) && split >= splits(p, row.folds()); }
+};
+
+// The row of the batch at a place of the launch: by the order that the last commit left, or the batch's own.
+__device__ __forceinline__ int pick_row(const Params& p, const Turn& turn) {
+  return p.order ? static_cast<const int*>(p.order)[turn.at] : turn.at;
+}
 
 // Parent of a lane's node in the row's tree, -1 for a root. Lanes without a node count as roots, and so does what names no
 // earlier node.
@@ -101,13 +122,17 @@ __device__ __forceinline__ void stage_entries(Act* to, int pitch, const Row& row
 // Where a batch is small, one memory latency after the other is all that a step takes. Its blocks then ask for what their rows will need
 // while the kernel before still runs: state, and rings before the cursors say which entries they hold. In large batches both would only
 // be in the way of others.
-constexpr int FEW_HEADS = 1024;  // of all rows, as measured
 
 // The row's slot as it is now, which the kernel before may be about to change: good enough to ask for memory with. -1: there is none.
-__device__ __forceinline__ int early_slot(const Params& p) {
+__device__ __forceinline__ int early_slot(const Params& p, const Turn& turn) {
   if (p.rows * p.num_heads >= FEW_HEADS) return -1;
-  const int slot = load_early(static_cast<const int*>(p.slots) + blockIdx.y);
+  const int slot = load_early(static_cast<const int*>(p.slots) + turn.at);
   return u32(slot) < u32(p.num_slots) ? slot : -1;
+}
+// Whether the slot will flush, by its cursors as they are now.
+__device__ __forceinline__ bool flushes_early(const Params& p, i64 slot) {
+  const int tokens = p.num_tokens || p.cu_seqlens ? MAX_TOKENS : p.tokens;
+  return load_early(static_cast<const int*>(p.history) + slot) + tokens > BUFFER_LEN;
 }
 template <int WIDTH, typename T>
 __device__ __forceinline__ void prefetch_ring(const T* ring, int thread, int threads) {

@@ -6,12 +6,12 @@ struct Share {
   int first, stride;  // slabs
   bool leads;         // writes the head's new entries to the ring
 
-  __device__ Share(int heads, int warp) {
+  __device__ Share(int heads, int warp, int split, int splits) {
     static_assert(WARPS <= 4, "at most four heads");
     at = heads == 3 ? warp % 3 : warp & (heads - 1);
     part = heads == 1 ? warp : heads == 2 ? warp / 2 : warp != at;
     parts = heads == 1 ? WARPS : heads == 2 ? WARPS / 2 : heads == 3 && at == 0 ? 2 : 1;
-    first = part * gridDim.z + blockIdx.z, stride = gridDim.z * parts;  // a block's slabs depend on blockIdx.z alone
+    first = split * parts + part, stride = splits * parts;  // the first one is known before the number of blocks
     leads = first == 0;
   }
 };
