@@ -45,8 +45,8 @@ def fold_smem(spec: ReplaySpec) -> int:
         return _round_up(length * (row + value_row) + (length + 1) * 4, 16)
     factors = _fold_factors(spec)
     if spec.family == "gdn":
-        head = _round_up(factors + length * 4, 16)
-        return _round_up(_round_up(length, 8) * row + head + length * 4, 16) + WARPS * _unit_values(spec)
+        head = factors + _fold_room(spec) * 4
+        return _round_up(length, 8) * row + head + _fold_room(spec) * 4 + WARPS * _unit_values(spec)
     split_row, float_row = (spec.state_dim + 8) * 2, (spec.state_dim + 4) * 4
     front = _byte_columns(spec, length) if spec.state_format in ("int8", "int16_int8") and length <= 32 else length * float_row
     columns = front + length * (3 * split_row if length <= 32 else float_row)
@@ -68,11 +68,9 @@ def shared_memory(spec: ReplaySpec) -> SharedMemory:
     coefficients = terms * 2 * tokens * (_round_up(length, 16) // 2 + 4) * 4
     if spec.family == "gdn":
         columns = _byte_columns(spec, 2) if spec.read_dtype is torch.int8 and tokens == 1 else 0
-        fixed = _round_up((2 * tokens + _round_up(length, 8)) * row + columns + length * 4, 16)
-        head = max(length * value_row, _fold_factors(spec)) + tokens * value_row + length * 4
-        return SharedMemory(
-            fixed, _round_up(head, 16), _round_up(max(coefficients, _unit_values(spec)), 16) + _delta_factors(tokens) + ROW_BYTES
-        )
+        fixed = _round_up((2 * tokens + _round_up(length, 8)) * row + columns + _fold_room(spec) * 4, 16)
+        head = max(length * value_row, _fold_factors(spec)) + tokens * value_row + _fold_room(spec) * 4
+        return SharedMemory(fixed, head, _round_up(max(coefficients, _unit_values(spec)), 16) + _delta_factors(tokens) + ROW_BYTES)
 
     scratch = _round_up(max(tokens * spec.state_dim * (4 + act), terms * 8 * (spec.state_dim + 8) * 2), 16) if tokens > 1 else 0
     return SharedMemory(0, _new_tokens(spec) + _round_up(length * value_row + coefficients, 16), scratch)
@@ -101,6 +99,11 @@ def _fold_blocks(spec: ReplaySpec) -> tuple[int, int]:
     entries = _round_up(spec.buffer_len, 8)
     block = min(entries, 32) if stays else entries
     return block, -(-spec.buffer_len // block)
+
+
+def _fold_room(spec: ReplaySpec) -> int:
+    block, blocks = _fold_blocks(spec)
+    return block * blocks
 
 
 def _unit_values(spec: ReplaySpec) -> int:

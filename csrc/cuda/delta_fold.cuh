@@ -19,36 +19,56 @@ struct alignas(16) FoldFactors {
 
 // From the decayed products of a block's keys, solve[j][i] of u_i in u_j for i < j, to what solves for u: u_j = sum over i <= j of
 // solve[j][i] (v_i - S k_i), in place, a column a lane, some rows at a time. By one warp. What lies outside the triangle becomes zero,
-// because all of it is multiplied.
+// because all of it is multiplied; rows past the history may hold anything.
 __device__ __forceinline__ void invert(FoldFactors& fold, int block, int count, int lane) {
-  constexpr int COLUMNS = (FOLD_BLOCK + 31) / 32, ROWS = 8;
+  constexpr int COLUMNS = (FOLD_BLOCK + 31) / 32, ROWS = FOLD_TILES % 2 ? 8 : 16;
   auto& solve = fold.solve[block];
   const float* beta = fold.beta + block * FOLD_BLOCK;
 #pragma unroll 1
   for (int first = 0; first < FOLD_BLOCK; first += ROWS) {
     float value[COLUMNS][ROWS];
 #pragma unroll
-    for (int c = 0; c < COLUMNS; ++c) {
-      const int i = min(c * 32 + lane, FOLD_BLOCK - 1);
+    for (int c = 0; c < COLUMNS; ++c)
 #pragma unroll
-      for (int e = 0; e < ROWS; ++e) value[c][e] = i == first + e ? 1.f : 0.f;
-#pragma unroll 4
-      for (int m = 0; m < first; ++m)
+      for (int e = 0; e < ROWS; ++e) value[c][e] = c * 32 + lane == first + e ? 1.f : 0.f;
+#pragma unroll 1
+    for (int before = 0; before < first; before += 4) {
+      float u[COLUMNS][4];
 #pragma unroll
-        for (int e = 0; e < ROWS; ++e) value[c][e] = fmaf(-solve[first + e][m], solve[m][i], value[c][e]);
+      for (int c = 0; c < COLUMNS; ++c)
+#pragma unroll
+        for (int m = 0; m < 4; ++m) u[c][m] = solve[before + m][min(c * 32 + lane, FOLD_BLOCK - 1)];
 #pragma unroll
       for (int e = 0; e < ROWS; ++e) {
+        float factor[4];
+        load_floats(factor, solve[first + e] + before);
 #pragma unroll
-        for (int m = 0; m < e; ++m) value[c][e] = fmaf(-solve[first + e][first + m], value[c][m], value[c][e]);
-        value[c][e] = first + e < count ? value[c][e] * beta[first + e] : 0.f;
+        for (int c = 0; c < COLUMNS; ++c)
+#pragma unroll
+          for (int m = 0; m < 4; ++m) value[c][e] = fmaf(-factor[m], u[c][m], value[c][e]);
       }
+    }
+#pragma unroll
+    for (int e = 0; e < ROWS; ++e) {
+#pragma unroll
+      for (int before = 0; before < e; before += 4) {
+        float factor[4];
+        load_floats(factor, solve[first + e] + first + before);
+#pragma unroll
+        for (int c = 0; c < COLUMNS; ++c)
+#pragma unroll
+          for (int m = 0; m < 4 && before + m < e; ++m) value[c][e] = fmaf(-factor[m], value[c][before + m], value[c][e]);
+      }
+      const float of_row = beta[first + e];
+#pragma unroll
+      for (int c = 0; c < COLUMNS; ++c) value[c][e] *= of_row;
     }
     __syncwarp();
 #pragma unroll
     for (int c = 0; c < COLUMNS; ++c)
 #pragma unroll
       for (int e = 0; e < ROWS; ++e)
-        if (c * 32 + lane < FOLD_BLOCK) solve[first + e][c * 32 + lane] = value[c][e];
+        if (c * 32 + lane < FOLD_BLOCK) solve[first + e][c * 32 + lane] = first + e < count ? value[c][e] : 0.f;
     __syncwarp();
   }
 }

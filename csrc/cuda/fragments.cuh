@@ -538,16 +538,17 @@ struct TurnedRows {
 
   __device__ TurnedRows row(int index) const { return {at + index * PITCH}; }
 
-  // By the whole block; barriers before and after.
+  // By the whole block, each thread what it has just copied by each_piece: pieces that exchange words are neighbours'. Rows up to the next
+  // multiple of 8 are turned, too, so that warps stay together.
   __device__ static void turn(Act* rows, int count) {
-    for (int i = threadIdx.x; i < count * (N / (4 * Whole::VEC)); i += WARPS * 32) {
-      u32* at = reinterpret_cast<u32*>(rows + i / (N / (4 * Whole::VEC)) * PITCH) + i % (N / (4 * Whole::VEC)) * 4 * WORDS;
-      u32 from[4 * WORDS];
-      load_words(from, at);
-#pragma unroll
-      for (int q = 0; q < WORDS; ++q)
-        *reinterpret_cast<uint4*>(at + 4 * q) = {from[q], from[WORDS + q], from[2 * WORDS + q], from[3 * WORDS + q]};
-    }
+    __syncwarp();
+    each_piece<N, BLOCK_THREADS>(round_up(count, 8), threadIdx.x, [&](int row, int at) {
+      const int piece = at / PIECE_ELEMENTS, part = piece % WORDS;
+      u32* group = reinterpret_cast<u32*>(rows + row * PITCH) + (piece - part) * 4;
+      const uint4 turned = {group[part], group[WORDS + part], group[2 * WORDS + part], group[3 * WORDS + part]};
+      __syncwarp();
+      *reinterpret_cast<uint4*>(group + 4 * part) = turned;
+    });
   }
 };
 template <int VEC>

@@ -23,10 +23,11 @@ __device__ __forceinline__ void load_history(float (&value)[SEGMENTS], const flo
 }
 
 // One of them, of an entry that each lane chooses; any number for an entry that there is not.
-__device__ __forceinline__ float history_value(const float (&value)[SEGMENTS], int entry) {
+template <int COUNT>
+__device__ __forceinline__ float history_value(const float (&value)[COUNT], int entry) {
   float chosen = __shfl_sync(~0u, value[0], entry & 31);
 #pragma unroll
-  for (int segment = 1; segment < SEGMENTS; ++segment) {
+  for (int segment = 1; segment < COUNT; ++segment) {
     const float other = __shfl_sync(~0u, value[segment], entry & 31);
     if (entry / 32 == segment) chosen = other;
   }
