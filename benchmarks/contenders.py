@@ -52,8 +52,8 @@ ONCE = {
     "bf16": ("bf16" + STOCHASTIC,),
 }
 
-#: Buffer lengths that have been best for so many new tokens; and those of the cells that look at the length itself.
-BUFFER_LENS = {1: (16, 32), 2: (16, 32), 4: (32,), 6: (32, 64), 8: (32, 64)}
+#: Buffer lengths that have been best for so many new tokens, the usual one first; and those of the cells that look at the length itself.
+BUFFER_LENS = {1: (16, 8, 32), 2: (16, 32), 4: (32,), 6: (32, 64), 8: (32, 64)}
 SWEEP = (8, 16, 24, 32, 48, 64)
 SWEPT_TOKENS = (1, 4, 8)
 CENTRAL_ROWS = 256  # of the cells where all of that is measured
