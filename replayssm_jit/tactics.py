@@ -48,10 +48,13 @@ def fold_smem(spec: ReplaySpec) -> int:
         head = factors + _fold_room(spec) * 4
         return _round_up(length, 8) * row + head + _fold_room(spec) * 4 + WARPS * _unit_values(spec)
     split_row, float_row = (spec.state_dim + 8) * 2, (spec.state_dim + 4) * 4
-    front = _byte_columns(spec, length) if spec.state_format in ("int8", "int16_int8") and length <= 32 else length * float_row
-    columns = front + length * (3 * split_row if length <= 32 else float_row)
-    links = -(-length // 4) * spec.state_dim * 4
-    return columns + _round_up(max(links, WARPS * _unit_values(spec)) + spec.state_dim * 4 + factors, 16)
+    short = length <= 32
+    front = length * float_row
+    if spec.state_format in ("int8", "int16_int8") and short:
+        front = _round_up(_byte_columns(spec, length) + length * WARPS * 4, 16)
+    columns = front + max(_round_up(length, 16) * float_row, 3 * length * split_row if short else 0)
+    partial = (2 if length > 16 else 1) * WARPS * 32 * 16
+    return columns + _round_up(max(partial, WARPS * _unit_values(spec)) + spec.state_dim * 4 + factors, 16)
 
 
 @cache

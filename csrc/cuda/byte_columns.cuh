@@ -14,15 +14,22 @@ struct alignas(16) ByteColumns {
   signed char term[TERMS][COLUMNS][N + 32];  // 32 bytes of padding spread rows over the banks
   float unit[COLUMNS];                       // no number where the column holds one that is not finite
 
-  // By one warp; a lane has neighbours.
-  __device__ void put(int column, const float (&value)[CHANNELS], int lane) {
+  // Bits of the largest magnitude of a lane's neighbours.
+  __device__ static u32 largest_of(const float (&value)[CHANNELS]) {
     u32 largest = 0;
 #pragma unroll
     for (int c = 0; c < CHANNELS; ++c) largest = max(largest, __float_as_uint(value[c]) & 0x7fffffffu);
-    largest = largest_of_warp(largest);
+    return largest;
+  }
+  // A whole column, by one warp.
+  __device__ void put(int column, const float (&value)[CHANNELS], int lane) {
+    put(column, lane * CHANNELS, value, largest_of_warp(largest_of(value)));
+  }
+  // A lane's neighbours from `first` on, and the largest of the whole column.
+  __device__ void put(int column, int first, const float (&value)[CHANNELS], u32 largest) {
     const u32 exponent = max(largest >> 23, 22u);
     const float inverse = __uint_as_float((127 + 21 + 127 - exponent) << 23);  // makes the largest 2^21 to 2^22
-    if (lane == 0) unit[column] = __uint_as_float(largest < 0x7f800000u ? (exponent - 21) << 23 : 0x7fc00000u);
+    if (first == 0) unit[column] = __uint_as_float(largest < 0x7f800000u ? (exponent - 21) << 23 : 0x7fc00000u);
     u32 number[CHANNELS];
 #pragma unroll
     for (int c = 0; c < CHANNELS; ++c)  // digits from -128 to 127
@@ -32,7 +39,7 @@ struct alignas(16) ByteColumns {
 #pragma unroll
       for (int c = 0; c < CHANNELS; c += 2) {
         const u32 pair = __byte_perm(number[c], number[c + 1], 0x40 + 0x11 * (TERMS - 1 - n));
-        *reinterpret_cast<u16*>(term[n][column] + lane * CHANNELS + c) = u16(pair);
+        *reinterpret_cast<u16*>(term[n][column] + first + c) = u16(pair);
       }
   }
 
