@@ -123,7 +123,7 @@ def constants(spec: ReplaySpec, kind: str) -> dict[str, int]:
     """Constants of a rendered source, ``step``, ``tree`` or ``fold``, that launch geometry must agree with."""
     if kind == "fold":
         stays = spec.family == "kda" and spec.scaled and spec.state_dim <= 128 and spec.dtype.itemsize == 2  # in registers
-        blocks = 3 if spec.buffer_len <= 32 and not stays else 2
+        blocks = 3 if spec.buffer_len * max(spec.state_dim, 128) <= 32 * 128 and not stays else 2
         return {"smem": fold_smem(spec), "warps": WARPS, "min_blocks": blocks, "read_once": False, "few_heads": FEW_HEADS}
     memory, blocks = shared_memory(spec), min_blocks(spec)
     if kind == "tree":  # paths take registers, too
@@ -174,7 +174,7 @@ def min_blocks(spec: ReplaySpec) -> int:
     if spec.max_tokens > 8 or (spec.family == "kda" and spec.buffer_len > 32):
         return 2
     if spec.family == "kda":
-        spills = spec.max_tokens > 1 or ((spec.scaled or spec.rounding == "stochastic") and spec.read_dtype is not torch.int8)
+        spills = spec.max_tokens > 1 or spec.rounding == "stochastic" or (spec.scaled and spec.read_dtype is not torch.int8)
     else:
         spills = spec.scaled and (spec.copied or spec.rounding == "stochastic" or spec.max_tokens > 1)
     return 4 if narrow and spec.buffer_len <= 16 and not spills else 3

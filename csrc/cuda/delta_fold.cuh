@@ -2,7 +2,9 @@
 
 // Where a unit fits in the registers it stays there, and the history is folded a block of entries at a time: each by an exact fold of its
 // own, from the state that the block before has left. Elsewhere the history is one block, and the unit is loaded twice.
-constexpr bool FOLD_STAYS = N <= 128 && sizeof(Act) == 2 && (!DECAY_VECTOR || (Whole::SCALED && BUFFER_LEN <= 32 && __CUDA_ARCH__ == 900));
+constexpr bool FOLD_STAYS =
+    N <= 128 && sizeof(Act) == 2 &&
+    (!DECAY_VECTOR || (Whole::SCALED && BUFFER_LEN <= 32 && (Whole::INTEGERS || MAX_TOKENS == 1) && __CUDA_ARCH__ == 900));
 constexpr int FOLD_ENTRIES = (BUFFER_LEN + 7) / 8 * 8, FOLD_BLOCK = FOLD_STAYS && FOLD_ENTRIES > 32 ? 32 : FOLD_ENTRIES;
 constexpr int FOLD_BLOCKS = (BUFFER_LEN + FOLD_BLOCK - 1) / FOLD_BLOCK;
 constexpr int FOLD_TILES = FOLD_BLOCK / 8;

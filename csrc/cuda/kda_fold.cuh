@@ -136,8 +136,10 @@ __device__ __forceinline__ float4 link_sums(const float (&value)[COUNT], int lan
     constexpr int HALF = COUNT / 2, BIT = COUNT / 8;
     float half[HALF];
 #pragma unroll
-    for (int i = 0; i < HALF; ++i)
-      half[i] = (lane & BIT ? value[HALF + i] : value[i]) + __shfl_xor_sync(~0u, lane & BIT ? value[i] : value[HALF + i], BIT);
+    for (int i = 0; i < HALF; ++i) {
+      const float low = value[i], high = value[HALF + i];
+      half[i] = (lane & BIT ? high : low) + __shfl_xor_sync(~0u, lane & BIT ? low : high, BIT);
+    }
     return link_sums(half, lane);
   }
 }
@@ -191,8 +193,6 @@ __device__ __forceinline__ void make_fold_factors(const History& row, const Laye
   };
   auto load = [&](float (&to)[CHANNELS], int entry) { load_floats(to, sources + entry * FLOAT_PITCH); };
 
-  float norms[SEGMENTS] = {}, betas[SEGMENTS] = {};
-  if (warp == 0) load_history(norms, ring_k_norm, row, lane), load_history(betas, ring_beta, row, lane);
 #pragma unroll 1
   do {
     // Keys as targets, decayed from the link's start on, and as sources, to its end; products within the link.
@@ -209,11 +209,14 @@ __device__ __forceinline__ void make_fold_factors(const History& row, const Laye
         }
       if (begin == 0) {
         ask();
-        if (warp == 0)
+        if (warp == 0) {
+          float norms[SEGMENTS], betas[SEGMENTS];
+          load_history(norms, ring_k_norm, row, lane), load_history(betas, ring_beta, row, lane);
 #pragma unroll
           for (int segment = 0; segment < SEGMENTS; ++segment)
             if (const int j = segment * 32 + lane; j < FOLD_BLOCK)
               fold.lead[j] = -norms[segment], fold.last[j] = norms[segment], fold.beta[j] = betas[segment];
+        }
       }
 #pragma unroll
       for (int i = 0; i < LINK; ++i)
@@ -232,7 +235,8 @@ __device__ __forceinline__ void make_fold_factors(const History& row, const Laye
     }
     // Neighbouring links become one: products of the later one's keys with the earlier one's, then both are decayed by the other.
 #pragma unroll
-    for (int step = 1; step < 4; step *= 2) {
+    for (int bit = 0; bit < 2; ++bit) {
+      const int step = 1 << bit;
       const bool later = link & step;
       __syncwarp();
 #pragma unroll
@@ -247,7 +251,8 @@ __device__ __forceinline__ void make_fold_factors(const History& row, const Laye
 #pragma unroll
       for (int s = 0; s < LINK; ++s) load(one[s], begin + from * LINK + s);
 #pragma unroll
-      for (int t = 0; t < 2 * step; ++t) {
+      for (int t = 0; t < 4; ++t) {
+        if (t == 2 * step) break;
         float other[CHANNELS];
         load(other, begin + to * LINK + (step == 1 ? (link & 1) * 2 : 0) + t);
 #pragma unroll
@@ -292,7 +297,7 @@ __device__ __forceinline__ void make_fold_factors(const History& row, const Laye
     for (int i = 0; i < LINK; ++i) {
       const int entry = begin + link * LINK + i;
       multiply(target[i], before);
-      shared.front.begin_put(entry, channel, target[i], entry < h);
+      shared.front.begin_put(entry, channel, target[i], entry < opaque(h));
       if (BACK_STAYS)
 #pragma unroll
         for (int round = 0; round < ROUNDS; ++round) {
@@ -319,7 +324,7 @@ __device__ __forceinline__ void make_fold_factors(const History& row, const Laye
     for (int round = 0; round < ROUNDS; ++round)
 #pragma unroll
       for (int i = 0; i < LINK; ++i)
-        if (const int entry = begin + (round - ROUNDS) * ROUND + link * LINK + i; entry >= 0 && entry < h)
+        if (const int entry = begin + (round - ROUNDS) * ROUND + link * LINK + i; entry >= 0 && entry < opaque(h))
           shared.back.put(entry, channel, back[round][i]);
   if (warp == 0) invert(fold, 0, h, lane);
   if (warp == WARPS - 1) meanwhile();
