@@ -87,6 +87,8 @@ def _new_tokens(spec: ReplaySpec) -> int:
     """Of a head of KDA: what a step knows of its new tokens, whether it flushes or not."""
     tokens = spec.max_tokens
     columns = (3 if spec.dtype.itemsize == 4 else 2) * 2 * tokens * (spec.state_dim + 8) * 2
+    if spec.read_dtype is torch.int8 and tokens == 1:
+        columns = max(columns, _byte_columns(spec, 2))
     return _delta_factors(tokens) + columns + tokens * (spec.head_dim * spec.dtype.itemsize + 16)
 
 
@@ -273,7 +275,8 @@ def splits(spec: ReplaySpec, rows: int, blocks: int) -> tuple[int, int, int]:
         return 1, 1, 0
     # Blocks of rows that turn out not to flush cost little, and ask early for what the others need.
     divided = min(rows, EXTRA_BLOCKS // (blocks * (most - 1))) if rows in ORDERED_ROWS else rows
-    return (most, most if rows * blocks <= MULTIPROCESSORS else 1, divided) if divided else (1, 1, 0)
+    plain = most if divided == rows and rows * blocks <= MULTIPROCESSORS else 1
+    return (most, plain, divided) if divided else (1, 1, 0)
 
 
 def standard_grid(spec: ReplaySpec, rows: int) -> tuple[int, int, int]:

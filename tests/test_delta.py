@@ -112,6 +112,19 @@ def test_a_step_that_flushes(family, state_format, rounding, buffer_len, tokens,
     harness.step(rows)
 
 
+@pytest.mark.parametrize("state_format", ["int8", "int16_int8", "fp32_int8"])
+@pytest.mark.parametrize("state_dim", [64, 256])
+@pytest.mark.parametrize("family", DELTA)
+def test_columns_of_bytes(family, state_dim, state_format, device):
+    """One new token, whose columns are bytes, in states of other widths: a step that flushes and one that does not."""
+    spec = small_spec(family, buffer_len=8, max_tokens=1, state_dim=state_dim, **with_format(state_format))
+    harness = Harness(spec, device, slots=2, seed=122)
+    for slot, history in enumerate((8, 5)):
+        harness.fill(slot, harness.make_inputs(history))
+    harness.step([(0, 1), (1, 1)])
+    harness.step([(0, 1), (1, 1)])
+
+
 # ---- hard numbers ---------------------------------------------------------------------------------------------------
 
 
