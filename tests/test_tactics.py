@@ -1,7 +1,5 @@
 """Launch geometry: the measured table, and what becomes of it where heads or shared memory are few."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from harness import FAMILIES, small_spec
@@ -48,7 +46,7 @@ def test_blocks_of_a_row():
         assert plain == 1 or (plain <= splits and divided == rows)
         assert rows < 16 or divided * 8 <= tactics.EXTRA_BLOCKS
         assert divided in (0, rows) or tactics.flush_spread(spec, rows) == 0  # those that flush come first
-    few_warps = replace(spec, state_dim=64, buffer_len=64, max_tokens=16, dtype=torch.float32)
+    few_warps = GdnSpec(heads=8, key_heads=8, head_dim=128, state_dim=64, buffer_len=64, max_tokens=16, dtype=torch.float32)
     assert tactics.warps(few_warps) == 1
     assert tactics.splits(few_warps, 16, 8) == (8, 1, 7)  # nobody else has the slabs of a row that is not divided
     narrow = GdnSpec(heads=8, key_heads=8, head_dim=64, state_dim=128, buffer_len=16, max_tokens=1)
