@@ -65,18 +65,23 @@ def shared_memory(spec: ReplaySpec) -> SharedMemory:
     terms = 3 if act == 4 else 2
     if spec.family == "mamba2":
         own = terms * tokens * (_round_up(ring, 16) // 2 + 4) * 4 + (tokens + length + 2) * 4
-        columns = _byte_columns(spec, tokens) if spec.read_dtype is torch.int8 else 0
+        columns = _byte_columns(spec, tokens) if multiplies_bytes(spec) else 0
         return SharedMemory((tokens + _round_up(ring, 8)) * row + columns, ring * value_row, _round_up(own, 16))
 
     coefficients = terms * 2 * tokens * (_round_up(length, 16) // 2 + 4) * 4
     if spec.family == "gdn":
-        columns = _byte_columns(spec, 2) if spec.read_dtype is torch.int8 and tokens == 1 else 0
+        columns = _byte_columns(spec, 2) if multiplies_bytes(spec) else 0
         fixed = _round_up((2 * tokens + _round_up(length, 8)) * row + columns + _fold_room(spec) * 4, 16)
         head = max(length * value_row, _fold_factors(spec)) + tokens * value_row + _fold_room(spec) * 4
         return SharedMemory(fixed, head, _round_up(max(coefficients, _unit_values(spec)), 16) + _delta_factors(tokens) + ROW_BYTES)
 
     scratch = _round_up(max(tokens * spec.state_dim * (4 + act), terms * 8 * (spec.state_dim + 8) * 2), 16) if tokens > 1 else 0
     return SharedMemory(0, _new_tokens(spec) + _round_up(length * value_row + coefficients, 16), scratch)
+
+
+def multiplies_bytes(spec: ReplaySpec) -> bool:
+    """Whether a step multiplies its read plane as integers, by columns of bytes."""
+    return spec.read_dtype is torch.int8 and (spec.family == "mamba2" or spec.max_tokens == 1)
 
 
 def _byte_columns(spec: ReplaySpec, columns: int) -> int:
@@ -87,7 +92,7 @@ def _new_tokens(spec: ReplaySpec) -> int:
     """Of a head of KDA: what a step knows of its new tokens, whether it flushes or not."""
     tokens = spec.max_tokens
     columns = (3 if spec.dtype.itemsize == 4 else 2) * 2 * tokens * (spec.state_dim + 8) * 2
-    if spec.read_dtype is torch.int8 and tokens == 1:
+    if multiplies_bytes(spec):
         columns = max(columns, _byte_columns(spec, 2))
     return _delta_factors(tokens) + columns + tokens * (spec.head_dim * spec.dtype.itemsize + 16)
 
@@ -139,6 +144,7 @@ def constants(spec: ReplaySpec, kind: str) -> dict[str, int]:
         # KDA reads more of its rings than the others: they stay in L2 if the state makes room. Mamba-2's flush reads the plane again.
         "read_once": spec.family == "kda",
         "few_heads": FEW_HEADS,
+        "integers": multiplies_bytes(spec),
     }
 
 

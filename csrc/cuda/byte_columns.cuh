@@ -1,12 +1,23 @@
 // The product of a read plane of signed bytes with columns. Bytes enter the matrix units as they lie, where integers are multiplied and
 // added exactly; a conversion to bf16 would take more instructions than all the rest of a unit.
 
-// A column is three bytes a number, in units of 2^16, 2^8 and 1 times `unit`, a power of 2: it keeps 22 bits below its largest number.
-// TOGETHER: a tile takes one or two columns with all of their terms, and the product of column c is that tile's column 4 c. Elsewhere every
-// term has its tiles.
+// Sums of a tile by digits, the highest first.
 struct ByteDigits {
   int sum[3][4] = {};
 };
+
+// A lane's share of a column of activations on its way to bytes, from element `first` on.
+struct FreshColumn {
+  Act value[CHANNELS];
+  __device__ void load(const Act* from, i64 first) {
+#pragma unroll
+    for (int c = 0; c < CHANNELS; ++c) value[c] = from[first + c];
+  }
+};
+
+// A column is three bytes a number, in units of 2^16, 2^8 and 1 times `unit`, a power of 2: it keeps 22 bits below its largest number.
+// TOGETHER: a tile takes one or two columns with all of their terms, and the product of column c is that tile's column 4 c. Elsewhere every
+// term has its tiles.
 template <int COLUMNS, bool TOGETHER>
 struct alignas(16) ByteColumns {
   static constexpr int TERMS = 3, TERM_TILES = TOGETHER ? 1 : TERMS;
@@ -24,6 +35,12 @@ struct alignas(16) ByteColumns {
   // A whole column, by one warp.
   __device__ void put(int column, const float (&value)[CHANNELS], int lane) {
     put(column, lane * CHANNELS, value, largest_of_warp(largest_of(value)));
+  }
+  __device__ void put(int column, const FreshColumn& fresh, int lane) {
+    float value[CHANNELS];
+#pragma unroll
+    for (int c = 0; c < CHANNELS; ++c) value[c] = to_float(fresh.value[c]);
+    put(column, value, lane);
   }
   // A lane's neighbours from `first` on, and the largest of the whole column.
   __device__ void put(int column, int first, const float (&value)[CHANNELS], u32 largest) {

@@ -246,6 +246,20 @@ struct Piece {
   }
 };
 
+// All pieces of a unit whose first one is on its way; `place()` is the unit's, `next()` requests what comes after it, once the registers are free.
+template <int Q, typename Rows, typename PlaceOf, typename Next>
+__device__ __forceinline__ void multiply_unit(float (&acc)[Q][4], Piece& piece, const Rows (&columns)[Q], const PlaceOf& place,
+                                              const Next& next, int lane) {
+#pragma unroll
+  for (int i = 0; i < PIECES; ++i) {
+    piece.multiply(acc, columns, i, lane);
+    if (i + 1 < PIECES)
+      piece.load(place(), i + 1);
+    else
+      next();
+  }
+}
+
 // A warp's units in turn, those of the first AHEAD of which are on their way. `each` gets a unit's piece and, to be called once its registers
 // are free, what requests the unit that comes AHEAD units later.
 constexpr int units_ahead(int runs) { return PIECE < runs ? runs / PIECE : 1; }  // as many as it takes to have so many runs in flight
