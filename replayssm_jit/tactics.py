@@ -179,10 +179,10 @@ def min_blocks(spec: ReplaySpec) -> int:
         if narrow and lean and spec.buffer_len <= 16:
             return 5
         return 3 if spec.max_tokens > 8 or spec.state_dim > 128 else 4
-    if spec.max_tokens > 8 or (spec.family == "kda" and spec.buffer_len > 32):
+    if spec.max_tokens > 8 or (spec.family == "kda" and (spec.buffer_len > 32 or (spec.scaled and spec.state_dim > 128))):
         return 2
     if spec.family == "kda":
-        spills = spec.max_tokens > 1 or spec.rounding == "stochastic" or (spec.scaled and spec.read_dtype is not torch.int8)
+        spills = spec.max_tokens > 1 or spec.rounding == "stochastic" or (spec.scaled and not multiplies_bytes(spec))
     else:
         spills = spec.scaled and (spec.copied or spec.rounding == "stochastic" or spec.max_tokens > 1)
     return 4 if narrow and spec.buffer_len <= 16 and not spills else 3

@@ -68,6 +68,7 @@ def test_scaled_formats(family):
     options += [{"rounding": "stochastic", **with_format(name)} for name in ("bf16", "int8")]
     specs = [small_spec(family, buffer_len=16, **chosen) for chosen in options]
     judge(compiled(specs[:1], "fold"))
+    specs += [small_spec(family, buffer_len=16, max_tokens=1, state_dim=width, **with_format("int16_int8")) for width in (64, 128, 256)]
     judge(compiled(specs))
     judge(compiled([small_spec(family, **with_format("int8"))], "standard"))
 
