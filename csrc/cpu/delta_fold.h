@@ -24,22 +24,34 @@ static void read_history(const Layer* p, const History& row, int g, float* k, fl
   }
 }
 
+// u of TILE entries from j0 on, from their right-hand sides without the entries before j0: forward substitution, in registers.
+template <int TILE>
+INLINE void solve_tile(const Fold& w, int j0, vf* u) {
+  vf x[TILE];
+  UNROLL for (int j = 0; j < TILE; j++) x[j] = u[j0 + j];
+  for (int i = 0; i < j0; i++) UNROLL for (int j = 0; j < TILE; j++) x[j] -= w.pair[(j0 + j) * WINDOW + i] * u[i];
+  UNROLL for (int j = 0; j < TILE; j++) {
+    x[j] *= w.beta[j0 + j];
+    UNROLL for (int later = j + 1; later < TILE; later++) x[later] -= w.pair[(j0 + later) * WINDOW + j0 + j] * x[j];
+    u[j0 + j] = x[j];
+  }
+}
+
 // A block's rows: all of the recurrence is row by row, so its u come from these rows alone.
 template <class To>
 static void fold_exactly(const History& row, const Fold& w, const act* v, const Checkpoint& from, const To& to, int first,
                          const char* ahead, int soon) {
-  alignas(64) float rows[VW * N], u[BUFFER_LEN * VW], product[FOLD_COLUMNS * VW];
+  alignas(64) float rows[VW * N], product[FOLD_COLUMNS * VW], left[BUFFER_LEN * VW];
+  vf u[BUFFER_LEN];
   read_block<State, P, N>(from, first, rows);
   multiply_tokens<N>(rows, w.columns, row.history, product);
-  for (int j = 0; j < row.history; j++) {
-    const vf vj = Act::load_runs(v + row.place[j] * P + first, Walk<State, P>::APART);
-    store(u + j * VW, vj - w.state[j] * load(product + j * VW));
-  }
-  for (int j = 0; j < row.history; j++) {
-    const vf done = w.beta[j] * load(u + j * VW);
-    for (int later = j + 1; later < row.history; later++) store(u + later * VW, load(u + later * VW) - w.pair[later * WINDOW + j] * done);
-    store(u + j * VW, w.weight[j] * done);
-  }
-  fold_rows<State, VW, P, N, DECAY_VECTOR>(from, rows, to, first, ahead, soon, w.decay, u, Walk<State, P>::LANES_APART, w.right,
+  for (int j = 0; j < row.history; j++)
+    u[j] = Act::load_runs(v + row.place[j] * P + first, Walk<State, P>::APART) - w.state[j] * load(product + j * VW);
+  int j = 0;
+  for (; j + 8 <= row.history; j += 8) solve_tile<8>(w, j, u);
+  for (; j + 2 <= row.history; j += 2) solve_tile<2>(w, j, u);
+  if (j < row.history) solve_tile<1>(w, j, u);
+  for (int j = 0; j < row.history; j++) store(left + j * VW, w.weight[j] * u[j]);
+  fold_rows<State, VW, P, N, DECAY_VECTOR>(from, rows, to, first, ahead, soon, w.decay, left, Walk<State, P>::LANES_APART, w.right,
                                            row.history);
 }

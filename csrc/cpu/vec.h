@@ -156,17 +156,28 @@ struct LanesTo<0, I...> {
 typedef typename LanesTo<VW>::type AllLanes;
 
 // A vector from QUAD runs of RUN numbers, `apart` numbers from one to the next, and back; 1 apart means VW neighbours.
+#if defined(__clang__) || __GNUC__ >= 12
+template <class V, int... I>
+INLINE auto join(V a, V b, Lanes<I...>) {
+  return SHUFFLE(a, b, I...);
+}
 template <class V, class T>
 INLINE V load_runs(const T* p, int apart) {
   if (apart == 1) return load_as<V>(p);
+  typedef T run __attribute__((vector_size(RUN * sizeof(T))));
+  typedef typename LanesTo<2 * RUN>::type Half;
+  const auto low = join(load_as<run>(p), load_as<run>(p + apart), Half());
+  const auto high = join(load_as<run>(p + 2 * apart), load_as<run>(p + 3 * apart), Half());
+  return join(low, high, AllLanes());
+}
+#else
+template <class V, class T>
+INLINE V load_runs(const T* p, int apart) {
   V v = {};
-  UNROLL for (int k = 0; k < QUAD; k++) {
-    T run[RUN];
-    std::memcpy(run, p + k * apart, sizeof run);
-    UNROLL for (int r = 0; r < RUN; r++) v[k * RUN + r] = run[r];
-  }
+  UNROLL for (int i = 0; i < VW; i++) v[i] = p[apart == 1 ? i : i / RUN * apart + i % RUN];
   return v;
 }
+#endif
 INLINE void store_runs(float* p, int apart, vf v) {
   if (apart == 1) return store(p, v);
   UNROLL for (int k = 0; k < QUAD; k++) {
