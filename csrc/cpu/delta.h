@@ -18,7 +18,7 @@ struct Window {
 };
 
 // u and y of the new tokens, from S0's product with the 2 T columns; u goes to the ring.
-static void solve_tokens(const Params* p, const Row& row, int head, const Window& w, const float* product) {
+static void solve_tokens(const Params* p, const Row& row, int head, const Window& w, const float* product, Feed& feed) {
   constexpr int WIDE = 4;
   alignas(64) float fresh[MAX_TOKENS * WIDE * VW];
   const act* ring_v = at<act>(p->ring_v, row.slot * p->ring_v_slot + (long long)head * RING_LEN * P);
@@ -34,6 +34,7 @@ static void solve_tokens(const Params* p, const Row& row, int head, const Window
       }
       for (int j = 0; j < row.history; j++) {
         const vf wu = splat(u_weight[j]), wy = splat(y_weight[j]);
+        feed.ask(), feed.ask();
         UNROLL for (int i = 0; i < WIDE; i++) {
           const vf uj = Act::load(ring_u + row.place[j] * P + i0 + i * VW);
           u[i] -= wu * uj;
@@ -60,7 +61,7 @@ static void solve_tokens(const Params* p, const Row& row, int head, const Window
     }
 }
 
-static void run_head(const Params* p, const Row& row, int head, const Window& w, const Fold& fold) {
+static void run_head(const Params* p, const Row& row, int head, const Window& w, const Fold& fold, Feed& feed) {
   const Checkpoint state = checkpoint_at(p, row.slot, head);
   const ToCheckpoint<State, P, N, Draws> folded{state, Draws(p, row.slot, p->layer, head)};
   act* ring_v = at<act>(p->ring_v, row.slot * p->ring_v_slot + (long long)head * RING_LEN * P);
@@ -68,9 +69,29 @@ static void run_head(const Params* p, const Row& row, int head, const Window& w,
     std::memcpy(ring_v + row.place[row.history + t] * P, at<act>(p->v, row.batch * p->v_row + t * p->v_token + head * p->v_outer),
                 P * sizeof(act));
   alignas(64) float product[2 * MAX_TOKENS * P];
-  for_each_block<State, P, N>(state, row.flush, [&](int first, const auto& plane, const char* ahead, int soon) INLINE_LAMBDA {
+  for_each_block<State, P, N>(state, feed, [&](int first, const auto& plane, const char* ahead, int soon) INLINE_LAMBDA {
     if (row.tokens) multiply_plane(plane, state.scale + first, *w.columns, product + first, P);
-    if (row.flush) fold_exactly(row, fold, ring_v, state, folded, first, ahead, soon);
+    if (row.flush)
+      fold_exactly(row, fold, ring_v, state, folded, first, ahead, soon, [&]() INLINE_LAMBDA { feed.ask(Feed::FOLDING); });
+    else
+      feed.walked(VW);
   });
-  solve_tokens(p, row, head, w, product);
+  solve_tokens(p, row, head, w, product, feed);
+}
+
+// What a head will touch besides its state and its keys.
+INLINE void expect_delta(const Params* p, const Row& row, int head, Feed& feed) {
+  const long long entries = (long long)head * RING_LEN;
+  const act *ring_u = at<act>(p->ring_u, row.slot * p->ring_u_slot + entries * P),
+            *ring_v = at<act>(p->ring_v, row.slot * p->ring_v_slot + entries * P);
+  if (row.flush)
+    expect_ring(feed, row, ring_v, P * sizeof(act));
+  else
+    expect_new(feed, row, ring_v, P * sizeof(act));
+  expect_ring(feed, row, ring_u, P * sizeof(act));
+  feed.expect(at<float>(p->ring_beta, row.slot * p->ring_beta_slot + entries), RING_LEN * sizeof(float));
+  for (int t = 0; t < row.tokens; t++) {
+    feed.expect(at<act>(p->v, row.batch * p->v_row + t * p->v_token + head * p->v_outer), P * sizeof(act));
+    feed.expect(at<act>(p->out, row.batch * p->out_row + t * p->out_token + head * p->out_outer), P * sizeof(act));
+  }
 }

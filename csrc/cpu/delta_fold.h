@@ -14,13 +14,19 @@ struct Fold {
   const float* decay;  // one number, or N
 };
 
-// Keys of a history in the columns' order, and their norms.
-static void read_history(const Layer* p, const History& row, int g, float* k, float* norm) {
-  const act* ring = at<act>(p->ring_k, row.slot * p->ring_k_slot + (long long)g * RING_LEN * N);
+static void read_norms(const Layer* p, const History& row, int g, float* norm) {
   const float* ring_norm = at<float>(p->ring_k_norm, row.slot * p->ring_k_norm_slot + (long long)g * RING_LEN);
+  for (int j = 0; j < row.history; j++) norm[j] = ring_norm[row.place[j]];
+}
+
+// Keys of a history in the columns' order, and their norms.
+template <class Meanwhile>
+static void read_history(const Layer* p, const History& row, int g, float* k, float* norm, const Meanwhile& meanwhile) {
+  const act* ring = at<act>(p->ring_k, row.slot * p->ring_k_slot + (long long)g * RING_LEN * N);
+  read_norms(p, row, g, norm);
   for (int j = 0; j < row.history; j++) {
     columns<State, Act>(ring + row.place[j] * N, k + j * N, N);
-    norm[j] = ring_norm[row.place[j]];
+    meanwhile();
   }
 }
 
@@ -38,13 +44,13 @@ INLINE void solve_tile(const Fold& w, int j0, vf* u) {
 }
 
 // A block's rows: all of the recurrence is row by row, so its u come from these rows alone.
-template <class To>
+template <class To, class Meanwhile>
 static void fold_exactly(const History& row, const Fold& w, const act* v, const Checkpoint& from, const To& to, int first,
-                         const char* ahead, int soon) {
+                         const char* ahead, int soon, const Meanwhile& meanwhile) {
   alignas(64) float rows[VW * N], product[FOLD_COLUMNS * VW], left[BUFFER_LEN * VW];
   vf u[BUFFER_LEN];
   read_block<State, P, N>(from, first, rows);
-  multiply_tokens<N>(rows, w.columns, row.history, product);
+  multiply_tokens<N>(rows, w.columns, row.history, product, meanwhile);
   for (int j = 0; j < row.history; j++)
     u[j] = Act::load_runs(v + row.place[j] * P + first, Walk<State, P>::APART) - w.state[j] * load(product + j * VW);
   int j = 0;
@@ -53,5 +59,5 @@ static void fold_exactly(const History& row, const Fold& w, const act* v, const 
   if (j < row.history) solve_tile<1>(w, j, u);
   for (int j = 0; j < row.history; j++) store(left + j * VW, w.weight[j] * u[j]);
   fold_rows<State, VW, P, N, DECAY_VECTOR>(from, rows, to, first, ahead, soon, w.decay, left, Walk<State, P>::LANES_APART, w.right,
-                                           row.history);
+                                           row.history, Nothing());
 }

@@ -7,7 +7,7 @@ struct FoldKeys {
   alignas(64) float packed[FOLD_COLUMNS * N];
 
   void set(const float* k, int history) {
-    for (int j = 0; j < history; j += VW) multiply_floats<N, BUFFER_LEN>(k + j * N, k, history, gram + j, WINDOW);
+    for (int j = 0; j < history; j += VW) multiply_floats<N, BUFFER_LEN>(k + j * N, k, history, gram + j, WINDOW, Nothing());
     pack_columns<N>(k, history, packed);
   }
 };

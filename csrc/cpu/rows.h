@@ -11,6 +11,9 @@ struct Row : History {
   // Whether new token t sees entry j, at most its own: the history, and what lies on its path.
   INLINE bool sees(int t, int j) const { return !TREE || j < history || path[t] >> (j - history) & 1; }
 
+  // Whether one token meets a history that stays: the plain step of decode.
+  INLINE bool alone() const { return tokens == 1 && !flush; }
+
   // Whether new token t comes right after t - 1, so that sums over the path of t - 1 go on.
   INLINE bool follows(int t) const { return !TREE || t == 0 || path[t] >> (t - 1) & 1; }
 };
@@ -45,8 +48,14 @@ static Row read_row(const Params* p, long long r) {
   return row;
 }
 
-// Asks for the ring's entries that a step will touch, `stride` bytes each.
-INLINE void prefetch_ring(const Row& row, const void* ring, int stride) {
-  for (int j = 0; j < row.seen; j++)
-    for (int i = 0; i < stride; i += 64) __builtin_prefetch((const char*)ring + row.place[j] * stride + i, 0, 2);
+typedef HeadFeed<State, P, N> Feed;
+
+// The ring's entries that a step will touch, `stride` bytes each.
+INLINE void expect_ring(Feed& feed, const Row& row, const void* ring, int stride) {
+  const int before_end = row.start + row.seen < RING_LEN ? row.seen : RING_LEN - row.start;
+  feed.expect((const char*)ring + row.start * stride, before_end * stride);
+  if (before_end < row.seen) feed.expect(ring, (row.seen - before_end) * stride);
+}
+INLINE void expect_new(Feed& feed, const Row& row, const void* ring, int stride) {
+  for (int t = 0; t < row.tokens; t++) feed.expect((const char*)ring + row.place[row.history + t] * stride, stride);
 }

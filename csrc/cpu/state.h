@@ -12,28 +12,6 @@ constexpr int TILE_COLUMNS = 4;  // accumulators of a tile: 16 of 32 registers
 constexpr int TILE_COLUMNS = 2;
 #endif
 
-// The state is walked in blocks of VW rows, and a block quad by quad. Where all memory is read the rows follow one another. But behind a
-// plane that a step reads lies one that it skips, and the hardware's prefetchers, which follow lines to the end of a page and further,
-// would fetch from it in vain. There a quad is a row of each quarter of the plane: a core then reads four pages at once and leaves each
-// before its prefetchers have gone far.
-template <class State, int P>
-struct Walk {
-  static constexpr bool SPREAD = State::skips;
-  static constexpr int APART = SPREAD ? P / QUAD : 1, STEP = SPREAD ? 1 : QUAD;  // from a row to the next of its quad, from quad to quad
-  static constexpr int LANES_APART = SPREAD ? RUN : 1;                           // the same as APART in a vector of the block's rows
-  static constexpr int first(int block) { return block * (SPREAD ? RUN : VW); }
-  static constexpr int row(int k, int r) { return k * APART + r * STEP; }  // row k of quad r, from the block's first row
-  static constexpr int lane(int k, int r) { return k * LANES_APART + r * STEP; }
-};
-
-// A block of the read plane, and one to prefetch meanwhile, line by line.
-template <class State, int P, int N>
-struct ReadPlane {
-  static constexpr int LANES_APART = Walk<State, P>::LANES_APART;
-  const char *first, *ahead;
-  static constexpr int offset(int k, int r) { return Walk<State, P>::row(k, r) * N * State::read_bytes; }
-};
-
 // The products below come from functors that add up the rows of quad r, times C columns. The order within a sum depends on nothing but
 // the row's place in the head.
 
@@ -53,23 +31,23 @@ struct PlaneTimesColumns {
         KEEP(resident[i]);
       }
   }
-  INLINE void step(const char* row, const char* ahead, int n, vf* acc) const {
+  INLINE void step(const char* row, const char* soon, int n, vf* acc) const {
     vf a, b;
     State::read(row, n, a, b);
-    prefetch(ahead + n * State::read_bytes, 2 * VW * State::read_bytes);
+    prefetch(soon + n * State::read_bytes, 2 * VW * State::read_bytes);
     UNROLL for (int c = 0; c < C; c++) {
       acc[c] += a * (RESIDENT ? resident[(c * N + n) / VW] : load(columns + c * N + n));
       acc[c] += b * (RESIDENT ? resident[(c * N + n) / VW + 1] : load(columns + c * N + n + VW));
     }
   }
   INLINE void quad(int r, vf (*acc)[C]) const {
-    const char *first = plane.first + plane.offset(0, r), *ahead = plane.ahead + plane.offset(0, r);
+    const int most = plane.most(r);
     UNROLL for (int k = 0; k < QUAD; k++) {
-      const int row = plane.offset(k, 0);
+      const char *row = plane.first + plane.offset(k, r), *soon = plane.feed.take(most, row);
       if (RESIDENT)
-        UNROLL for (int s = 0; s < STEPS; s++) step(first + row, ahead + row, 2 * VW * s, acc[k]);
+        UNROLL for (int s = 0; s < STEPS; s++) step(row, soon, 2 * VW * s, acc[k]);
       else
-        for (int s = 0; s < STEPS; s++) step(first + row, ahead + row, 2 * VW * s, acc[k]);
+        for (int s = 0; s < STEPS; s++) step(row, soon, 2 * VW * s, acc[k]);
     }
   }
 };
@@ -95,14 +73,17 @@ struct PlaneTimesBf16 {
       }
   }
   INLINE void quad(int r, vf (*acc)[C]) const {
-    const char *first = plane.first + plane.offset(0, r), *ahead = plane.ahead + plane.offset(0, r);
-    UNROLL for (int k = 0; k < QUAD; k++) UNROLL for (int s = 0; s < STEPS; s++) {
-      const int n = 2 * VW * s, at = plane.offset(k, 0) + 2 * n;
-      const vi numbers = load_as<vi>(first + at);
-      prefetch(ahead + at, VECTOR_BYTES);
-      UNROLL for (int c = 0; c < C; c++) {
-        const vi column = RESIDENT ? resident[(c * N + n) / (2 * VW)] : load_as<vi>(columns + c * N + n);
-        acc[k][c] = (vf)_mm512_dpbf16_ps((__m512)acc[k][c], (__m512bh)numbers, (__m512bh)column);
+    const int most = plane.most(r);
+    UNROLL for (int k = 0; k < QUAD; k++) {
+      const char *row = plane.first + plane.offset(k, r), *soon = plane.feed.take(most, row);
+      UNROLL for (int s = 0; s < STEPS; s++) {
+        const int n = 2 * VW * s;
+        const vi numbers = load_as<vi>(row + 2 * n);
+        prefetch(soon + 2 * n, VECTOR_BYTES);
+        UNROLL for (int c = 0; c < C; c++) {
+          const vi column = RESIDENT ? resident[(c * N + n) / (2 * VW)] : load_as<vi>(columns + c * N + n);
+          acc[k][c] = (vf)_mm512_dpbf16_ps((__m512)acc[k][c], (__m512bh)numbers, (__m512bh)column);
+        }
       }
     }
   }
@@ -113,12 +94,14 @@ constexpr bool MULTIPLIES_BF16 = false;
 #endif
 
 // Rows that are already fp32 and near, VW of them one after another: a tile, all its numbers from registers.
-template <int N, int C>
+template <int N, int C, class Meanwhile>
 struct FloatsTimesColumns {
   static constexpr int LANES_APART = 1;
   const float *rows, *columns;
+  const Meanwhile& meanwhile;
   INLINE void quad(int r, vf (*acc)[C]) const {
     for (int n = 0; n < N; n += 2 * VW) {
+      meanwhile();
       vf a[QUAD], b[QUAD];
       UNROLL for (int i = 0; i < QUAD; i++) {
         a[i] = load(rows + (r * QUAD + i) * N + n), b[i] = load(rows + (r * QUAD + i) * N + n + VW);
@@ -177,8 +160,10 @@ struct Columns {
 
 // out[c * stride + row] for a block of the read plane; `scale` is that of the block's first row.
 template <class State, int P, int N, int MOST, bool EXACT>
-KERNEL void multiply_plane(const ReadPlane<State, P, N>& plane, const float* scale, const Columns<State, N, MOST, EXACT>& columns,
+KERNEL void multiply_plane(const ReadPlane<State, P, N>& block, const float* scale, const Columns<State, N, MOST, EXACT>& columns,
                            float* out, int stride) {
+  PlaneFeed<State, P, N> feed = block.feed;  // in registers
+  const ReadPlane<State, P, N> plane{block.first, block.row, feed};
   for_columns<MOST>(columns.count, [&](int c, auto tile) INLINE_LAMBDA {
     constexpr int C = decltype(tile)::value;
 #if defined(__AVX512BF16__)
@@ -188,6 +173,7 @@ KERNEL void multiply_plane(const ReadPlane<State, P, N>& plane, const float* sca
 #endif
     multiply_block<C>(PlaneTimesColumns<State, P, N, C>(plane, columns.floats + c * N), out + c * stride, stride, Walk<State, P>::APART);
   });
+  block.feed = feed;
   if constexpr (State::scaled) {
     constexpr int APART = Walk<State, P>::APART;
     const vf factor = load_runs<vf>(scale, APART) * State::read_unit;
@@ -196,11 +182,11 @@ KERNEL void multiply_plane(const ReadPlane<State, P, N>& plane, const float* sca
 }
 
 // out[c * stride + row] = rows[row] . columns[c] for VW rows.
-template <int N, int MOST>
-KERNEL void multiply_floats(const float* rows, const float* columns, int count, float* out, int stride) {
+template <int N, int MOST, class Meanwhile>
+KERNEL void multiply_floats(const float* rows, const float* columns, int count, float* out, int stride, const Meanwhile& meanwhile) {
   for_columns<MOST>(count, [&](int c, auto tile) INLINE_LAMBDA {
     constexpr int C = decltype(tile)::value;
-    multiply_block<C>(FloatsTimesColumns<N, C>{rows, columns + c * N}, out + c * stride, stride, 1);
+    multiply_block<C>(FloatsTimesColumns<N, C, Meanwhile>{rows, columns + c * N, meanwhile}, out + c * stride, stride, 1);
   });
 }
 
@@ -219,8 +205,8 @@ KERNEL void pack_columns(const float* columns, int count, float* packed) {
 
 // out[j * VW + row] = rows[row] . columns[j] for VW rows that are fp32 and near, and many columns: a column a lane, so that no sum runs
 // across lanes. Sums are taken over parts of the row first, for accuracy.
-template <int N>
-KERNEL void multiply_tokens(const float* rows, const float* packed, int count, float* out) {
+template <int N, class Meanwhile>
+KERNEL void multiply_tokens(const float* rows, const float* packed, int count, float* out, const Meanwhile& meanwhile) {
   constexpr int PART = 32;
   for (int j = 0; j < count; j += VW) {
     vf total[VW] = {};
@@ -229,6 +215,7 @@ KERNEL void multiply_tokens(const float* rows, const float* packed, int count, f
       for (int n = n0; n < n0 + PART; n++) {
         vf column = load(packed + j * N + n * VW);
         KEEP(column);
+        if (n % 2 == 0) meanwhile();
         UNROLL for (int r = 0; r < VW; r++) part[r] += rows[r * N + n] * column;
       }
       UNROLL for (int r = 0; r < VW; r++) total[r] += part[r];
@@ -242,27 +229,27 @@ KERNEL void multiply_tokens(const float* rows, const float* packed, int count, f
 // `source(address, row of the block, e, a, b)` and goes to a sink, which is told the row of the block, the column and the element of the
 // head. Entries of left lie STRIDE apart, rows of a quad `apart`. Decay is a scalar, or N numbers in the columns' order. Meanwhile the block
 // that begins with row `soon` of the head at `ahead` is prefetched.
-template <class State, int STRIDE, int P, int N, bool DECAY_VECTOR, class Source, class Sink>
+template <class State, int STRIDE, int P, int N, bool DECAY_VECTOR, class Source, class Sink, class Meanwhile>
 KERNEL void fold_block(const Source& source, const Sink& sink, const char* state, int first, const char* ahead, int soon,
-                       const float* decay, const float* left, int apart, const float* right, int count) {
+                       const float* decay, const float* left, int apart, const float* right, int count, const Meanwhile& meanwhile) {
   typedef Walk<State, P> Walk;
   constexpr int WIDE = 4;  // vectors a row of a tile
   for (int r = 0; r < RUN; r++)
     for (int n = 0; n < N; n += WIDE * VW) {
-      const char* at[QUAD];
       int element[QUAD];
+      vf s[QUAD][WIDE];
       UNROLL for (int k = 0; k < QUAD; k++) {
         const int row = Walk::row(k, r);
-        element[k] = (first + row) * N + n, at[k] = state + element[k] * State::plane_bytes;
+        element[k] = (first + row) * N + n;
         State::prefetch(ahead, (soon + row) * N + n, WIDE * VW);
-      }
-      vf s[QUAD][WIDE];
-      UNROLL for (int k = 0; k < QUAD; k++) UNROLL for (int w = 0; w < WIDE; w += 2) {
-        source(at[k], Walk::lane(k, r), n, w * VW, s[k][w], s[k][w + 1]);
-        s[k][w] *= DECAY_VECTOR ? load(decay + n + w * VW) : splat(*decay);
-        s[k][w + 1] *= DECAY_VECTOR ? load(decay + n + (w + 1) * VW) : splat(*decay);
+        UNROLL for (int w = 0; w < WIDE; w += 2) {
+          source(state + element[k] * State::plane_bytes, Walk::lane(k, r), n, w * VW, s[k][w], s[k][w + 1]);
+          s[k][w] *= DECAY_VECTOR ? load(decay + n + w * VW) : splat(*decay);
+          s[k][w + 1] *= DECAY_VECTOR ? load(decay + n + (w + 1) * VW) : splat(*decay);
+        }
       }
       for (int j = 0; j < count; j++) {
+        if (j % 4 == 0) meanwhile();
         vf b[WIDE];
         UNROLL for (int w = 0; w < WIDE; w++) {
           b[w] = load(right + j * N + n + w * VW);
@@ -343,11 +330,12 @@ struct ToCheckpoint {
 };
 
 // The fold of a block whose rows are in the checkpoint (rows = nullptr) or, once read, at `rows`, which then may change.
-template <class State, int STRIDE, int P, int N, bool DECAY_VECTOR, class To>
+template <class State, int STRIDE, int P, int N, bool DECAY_VECTOR, class To, class Meanwhile>
 INLINE void fold_rows(const Checkpoint& from, float* rows, const To& to, int first, const char* ahead, int soon, const float* decay,
-                      const float* left, int apart, const float* right, int count) {
+                      const float* left, int apart, const float* right, int count, const Meanwhile& meanwhile) {
   const auto fold = [&](const auto& source, const auto& sink) INLINE_LAMBDA {
-    fold_block<State, STRIDE, P, N, DECAY_VECTOR>(source, sink, from.state, first, ahead, soon, decay, left, apart, right, count);
+    fold_block<State, STRIDE, P, N, DECAY_VECTOR>(source, sink, from.state, first, ahead, soon, decay, left, apart, right, count,
+                                                  meanwhile);
   };
   if constexpr (To::BY_ROWS || State::scaled) {
     alignas(64) float own[VW * N];
@@ -369,27 +357,24 @@ constexpr int AHEAD_BYTES = 8192;  // measured: less leaves the memory waiting, 
 
 // Calls body(first row, plane reader, ahead, first row ahead) for all blocks of a head; what lies AHEAD is in this head or the next.
 template <class State, int P, int N, class Body>
-INLINE void for_each_block(const Checkpoint& at, bool flush, Body body) {
+INLINE void for_each_block(const Checkpoint& at, PlaneFeed<State, P, N>& feed, Body body) {
   constexpr int ROW = N * State::read_bytes, BLOCKS = P / VW, FEW = AHEAD_BYTES / (VW * ROW);
   constexpr int AHEAD = FEW < 1 ? 1 : FEW < BLOCKS ? FEW : BLOCKS;
-  constexpr int HEAD = P * N * (State::skips ? State::whole_bytes : State::read_bytes);  // from one read plane to the next
   for (int b = 0; b < BLOCKS; b++) {
     const bool next = b + AHEAD >= BLOCKS;
     const int first = Walk<State, P>::first(b), soon = Walk<State, P>::first(next ? b + AHEAD - BLOCKS : b + AHEAD);
-    const char* plane = at.read + first * ROW;
-    // A flush takes long, its fold does all the prefetching.
-    body(first, ReadPlane<State, P, N>{plane, flush ? plane : at.read + (next ? HEAD : 0) + soon * ROW},
-         at.state + (next ? P * N * State::whole_bytes : 0), soon);
+    body(first, ReadPlane<State, P, N>{at.read + first * ROW, b * VW, feed}, at.state + (next ? P * N * State::whole_bytes : 0), soon);
   }
 }
 
 // y[p] = decay product[p] + sum_j weight[j] rows[place[j]][p] for the P rows of a head, oldest first.
-template <class F, int P>
-INLINE void mix_rows(float decay, const float* product, const float* weight, const typename F::T* rows, const int* place, int count,
-                     vf* y) {
+template <class F, int P, class Meanwhile>
+INLINE void mix_rows(float decay, const float* product, const float* weight, const typename F::T* rows, const int* place, int count, vf* y,
+                     const Meanwhile& meanwhile) {
   UNROLL for (int i = 0; i < P / VW; i++) y[i] = decay * load(product + i * VW);
   for (int j = 0; j < count; j++) {
     const vf w = splat(weight[j]);
+    meanwhile();
     const typename F::T* row = rows + place[j] * P;
     UNROLL for (int i = 0; i < P / VW; i++) y[i] += w * F::load(row + i * VW);
   }

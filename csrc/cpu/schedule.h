@@ -1,0 +1,74 @@
+// The order of a step's work. Flushes are bound by arithmetic and plain steps by memory, so a thread takes heads of both in turn, and while it
+// folds, its feed brings the planes that it walks next. Units of consecutive heads of one row are claimed in order as threads become free;
+// each head depends on nothing but itself.
+
+#include <vector>
+
+constexpr int FLUSH_HEADS = 8;  // of a unit, at most: they take long
+
+struct Claim {
+  Row row;
+  int first, end;
+};
+
+// Rows of a kind, and how far they are claimed.
+struct Pool {
+  std::vector<int> rows;
+  int heads;  // of a unit
+  long long next = 0;
+
+  bool claim(const Params* p, Claim& claim) {
+    const int blocks = (p->num_heads + heads - 1) / heads;
+    const long long unit = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED);
+    if (unit >= (long long)rows.size() * blocks) return false;
+    claim.row = read_row(p, rows[unit / blocks]);
+    claim.first = (int)(unit % blocks) * heads;
+    claim.end = claim.first + heads < p->num_heads ? claim.first + heads : p->num_heads;
+    return true;
+  }
+};
+
+// Runs all rows. A Unit has `row`, `head` and `end`, what is left of it; start(p, claim); step(p, feed), which runs its next head; and
+// expect(p, row, head, first, feed), which tells the feed what a head takes.
+template <class Unit>
+static void run_step(const Params* p) {
+  Pool plain, flushing;
+  for (int r = 0; r < p->rows; r++) (read_row(p, r).flush ? flushing : plain).rows.push_back(r);
+  plain.heads = unit_heads(p, plain.rows.size()), flushing.heads = unit_heads(p, flushing.rows.size());
+  if (flushing.heads > FLUSH_HEADS) flushing.heads = FLUSH_HEADS;
+#pragma omp parallel num_threads(p->threads)
+  {
+    Unit unit, folding;
+    Feed feed;
+    Claim next;
+    const auto fold_head = [&] {
+      Claim claim;
+      if (folding.head == folding.end) {
+        if (!flushing.claim(p, claim)) return false;
+        folding.start(p, claim);
+      }
+      if (folding.head + 1 < folding.end) Unit::expect(p, folding.row, folding.head + 1, false, feed);
+      folding.step(p, feed);
+      return true;
+    };
+    const auto claim_next = [&] {
+      if (!plain.claim(p, next)) return false;
+      if (next.row.tokens) feed.append(checkpoint_at(p, next.row.slot, next.first).read, next.end - next.first);
+      return true;
+    };
+    size_t due = 0;  // of a flush, in heads to be folded times rows that do not
+    for (bool more = claim_next(); more;) {
+      unit.start(p, next);
+      more = claim_next();
+      for (; unit.head < unit.end; unit.step(p, feed)) {
+        for (due += flushing.rows.size(); due >= plain.rows.size(); due -= plain.rows.size()) fold_head();
+        if (unit.head + 1 < unit.end)
+          Unit::expect(p, unit.row, unit.head + 1, false, feed);
+        else if (more)
+          Unit::expect(p, next.row, next.first, true, feed);
+      }
+    }
+    while (fold_head()) {
+    }
+  }
+}
