@@ -124,3 +124,25 @@ def test_exact_fold(family, decay, state_format, device):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_8192_tokens(family, decay, buffer_len, state_format, device):
     judge(family, state_format, errors(family, decay, 8192, buffer_len, state_format, device))
+
+
+@pytest.mark.parametrize("family", DELTA)
+def test_slow_constant_gates(family):
+    """A gate that never changes errs to the same side every token; rounded once a fold, its error does not add up (CPU backend)."""
+    spec = small_spec(family, heads=2, buffer_len=16, max_tokens=1, gate="precomputed", **with_format("fp32"))
+    rows = torch.zeros(1, dtype=torch.int32)
+    cache = ReplayCache.allocate(spec, num_layers=1, num_slots=1, device="cpu")
+    cache.load_state(0, [0], torch.ones(1, *spec.shape("H", "P", "N")))
+    tokens = {i.name: torch.zeros(1, 1, *spec.shape(i.outer, i.inner), dtype=spec.dtype_of(i.dtype)) for i in spec.inputs if not i.optional}
+    gates = -torch.logspace(-4, -1.5, tokens["g"].numel()).view_as(tokens["g"])
+    tokens["g"] = gates.to(tokens["g"].dtype)
+    wrapper = ReplayWrapper(cache)
+    count = 640
+    for _ in range(count):
+        wrapper.plan(rows, 1)
+        wrapper.run(0, **tokens)
+        wrapper.commit(rows, 1, torch.ones(1, dtype=torch.int32))
+    cache.flush([0])
+    want = torch.exp(count * tokens["g"][0, 0].double())
+    want = want[:, None, :] if want.dim() == 2 else want[:, None, None]
+    assert relative_error(cache.read_state(0, [0])[0], want.expand(spec.shape("H", "P", "N"))) < 2e-6

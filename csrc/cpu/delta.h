@@ -34,7 +34,7 @@ static void solve_tokens(const Params* p, const Row& row, int head, const Window
       }
       for (int j = 0; j < row.history; j++) {
         const vf wu = splat(u_weight[j]), wy = splat(y_weight[j]);
-        feed.ask(), feed.ask();
+        feed.ask(2);
         UNROLL for (int i = 0; i < WIDE; i++) {
           const vf uj = Act::load(ring_u + row.place[j] * P + i0 + i * VW);
           u[i] -= wu * uj;
@@ -70,9 +70,9 @@ static void run_head(const Params* p, const Row& row, int head, const Window& w,
                 P * sizeof(act));
   alignas(64) float product[2 * MAX_TOKENS * P];
   for_each_block<State, P, N>(state, feed, [&](int first, const auto& plane, const char* ahead, int soon) INLINE_LAMBDA {
-    if (row.tokens) multiply_plane(plane, state.scale + first, *w.columns, product + first, P);
+    multiply_plane(plane, state.scale + first, *w.columns, product + first, P);
     if (row.flush)
-      fold_exactly(row, fold, ring_v, state, folded, first, ahead, soon, [&]() INLINE_LAMBDA { feed.ask(Feed::FOLDING); });
+      fold_exactly(row, fold, ring_v, state, folded, first, ahead, soon, [&]() INLINE_LAMBDA { feed.ask(1, Feed::FOLDING); });
     else
       feed.walked(VW);
   });

@@ -59,5 +59,5 @@ static void fold_exactly(const History& row, const Fold& w, const act* v, const 
   if (j < row.history) solve_tile<1>(w, j, u);
   for (int j = 0; j < row.history; j++) store(left + j * VW, w.weight[j] * u[j]);
   fold_rows<State, VW, P, N, DECAY_VECTOR>(from, rows, to, first, ahead, soon, w.decay, left, Walk<State, P>::LANES_APART, w.right,
-                                           row.history, Nothing());
+                                           row.history, Nothing());  // its own prefetches are as many as it can bear
 }

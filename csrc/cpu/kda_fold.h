@@ -8,9 +8,9 @@ struct HeadFold : Fold {
   alignas(64) float packed[FOLD_COLUMNS * N];  // the same, packed
 };
 
-// Keys decayed to the history's end, from the newest entry backwards, and the decay of the checkpoint: exponentials of sums, or where the
-// history is folded and every gate is needed, products of gates as the recurrence itself has them. `meanwhile()` is called for every 2 VW
-// channels of every entry.
+// Keys decayed to the history's end, from the newest entry backwards, and the decay of the checkpoint, an exponential of a sum: its error
+// comes again with every fold. The keys' decays are exponentials, too, or where the history is folded and every gate is needed, products of
+// gates as in the recurrence itself. `meanwhile()` is called for every 2 VW channels of every entry.
 template <class Meanwhile>
 static void decay_history(const Layer* p, const History& row, int head, bool folds, const float* k, HeadFold& out, Meanwhile meanwhile) {
   const float* ring_g = at<float>(p->ring_g, row.slot * p->ring_g_slot + (long long)head * RING_LEN * N);
@@ -22,17 +22,17 @@ static void decay_history(const Layer* p, const History& row, int head, bool fol
       columns2<State, fp32>(ring_g + row.place[j] * N + n, g[0], g[1]);
       UNROLL for (int i = 0; i < 2; i++) {
         store(out.decayed + j * N + n + i * VW, decay[i] * load(k + j * N + n + i * VW));
+        sum[i] += g[i];
         if (folds) {
           const vf gate = exp(g[i]);
           store(out.gate + j * N + n + i * VW, gate);
           decay[i] *= gate;
         } else {
-          sum[i] += g[i];
           decay[i] = exp(sum[i]);
         }
       }
     }
-    UNROLL for (int i = 0; i < 2; i++) store(out.whole + n + i * VW, decay[i]);
+    UNROLL for (int i = 0; i < 2; i++) store(out.whole + n + i * VW, folds ? exp(sum[i]) : decay[i]);
   }
 }
 

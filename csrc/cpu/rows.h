@@ -48,7 +48,7 @@ static Row read_row(const Params* p, long long r) {
   return row;
 }
 
-typedef HeadFeed<State, P, N> Feed;
+typedef HeadFeed<State, P, N, 16 + 6 * MAX_TOKENS> Feed;
 
 // The ring's entries that a step will touch, `stride` bytes each.
 INLINE void expect_ring(Feed& feed, const Row& row, const void* ring, int stride) {

@@ -4,7 +4,8 @@
 
 #include <vector>
 
-constexpr int FLUSH_HEADS = 8;  // of a unit, at most: they take long
+// Of a unit that flushes, at most: heads take long, but what a group shares is computed once a unit.
+constexpr int FLUSH_HEADS = HEADS_PER_GROUP < 8 ? 8 : HEADS_PER_GROUP;
 
 struct Claim {
   Row row;
@@ -28,24 +29,41 @@ struct Pool {
   }
 };
 
-// Runs all rows. A Unit has `row`, `head` and `end`, what is left of it; start(p, claim); step(p, feed), which runs its next head; and
-// expect(p, row, head, first, feed), which tells the feed what a head takes.
+// The heads of a claim that are left.
+struct Heads {
+  Row row;
+  int first = 0, head = 0, end = 0;
+
+  void start(const Params* p, const Claim& claim) {
+    row = claim.row, first = head = claim.first, end = claim.end;
+    clear_outputs(p, row.batch, first, end, row.tokens, row.padded);
+    if (row.tokens == 0) head = end;
+  }
+};
+
+// Runs all rows. A Unit is Heads with step(p, feed), which runs the next one, and expect(p, row, head, first, feed), which tells the feed what
+// a head takes besides its state.
 template <class Unit>
 static void run_step(const Params* p) {
   Pool plain, flushing;
-  for (int r = 0; r < p->rows; r++) (read_row(p, r).flush ? flushing : plain).rows.push_back(r);
+  size_t walking = 0;  // plain rows that have tokens
+  for (int r = 0; r < p->rows; r++) {
+    const Row row = read_row(p, r);
+    (row.flush ? flushing : plain).rows.push_back(r);
+    walking += row.tokens && !row.flush;
+  }
   plain.heads = unit_heads(p, plain.rows.size()), flushing.heads = unit_heads(p, flushing.rows.size());
   if (flushing.heads > FLUSH_HEADS) flushing.heads = FLUSH_HEADS;
 #pragma omp parallel num_threads(p->threads)
   {
     Unit unit, folding;
     Feed feed;
-    Claim next;
+    Claim next, flush;
+    bool flushes = true;  // as far as this thread knows
     const auto fold_head = [&] {
-      Claim claim;
       if (folding.head == folding.end) {
-        if (!flushing.claim(p, claim)) return false;
-        folding.start(p, claim);
+        if (!flushes || !flushing.claim(p, flush)) return flushes = false;
+        folding.start(p, flush);
       }
       if (folding.head + 1 < folding.end) Unit::expect(p, folding.row, folding.head + 1, false, feed);
       folding.step(p, feed);
@@ -61,7 +79,7 @@ static void run_step(const Params* p) {
       unit.start(p, next);
       more = claim_next();
       for (; unit.head < unit.end; unit.step(p, feed)) {
-        for (due += flushing.rows.size(); due >= plain.rows.size(); due -= plain.rows.size()) fold_head();
+        for (due += flushing.rows.size(); due >= walking; due -= walking) fold_head();
         if (unit.head + 1 < unit.end)
           Unit::expect(p, unit.row, unit.head + 1, false, feed);
         else if (more)

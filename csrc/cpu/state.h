@@ -353,7 +353,7 @@ INLINE void fold_rows(const Checkpoint& from, float* rows, const To& to, int fir
   }
 }
 
-constexpr int AHEAD_BYTES = 8192;  // measured: less leaves the memory waiting, more does not help
+constexpr int AHEAD_BYTES = 8192;  // of the read plane, that a fold asks for the checkpoint ahead
 
 // Calls body(first row, plane reader, ahead, first row ahead) for all blocks of a head; what lies AHEAD is in this head or the next.
 template <class State, int P, int N, class Body>

@@ -35,7 +35,7 @@ struct PlaneFeed {
   int more = 0;                     // rows of theirs
   int pending = 0;                  // rows asked for and not walked
 
-  // Planes of consecutive heads, to be walked after those that are known.
+  // Planes of consecutive heads, to be walked after those that are known: the ones that are walked, and one unit at most.
   INLINE void append(const char* planes, int heads) {
     following = planes, more = heads * P;
     if (left == 0) go_on();
@@ -60,11 +60,11 @@ struct PlaneFeed {
   }
 };
 
-// What a thread will touch: the planes, and before them the pieces of rings, inputs and outputs of the next head.
-template <class State, int P, int N>
+// What a thread will touch: the planes, and before them pieces of rings, inputs and outputs of the heads that come next, at most PIECES.
+template <class State, int P, int N, int PIECES>
 struct HeadFeed : PlaneFeed<State, P, N> {
   typedef PlaneFeed<State, P, N> Planes;
-  static constexpr int PIECES = 32, LINE = 64, AT_ONCE = 4;
+  static constexpr int LINE = 64, AT_ONCE = 4;
   int asked = 0, pieces = 0;
   const char *piece[PIECES], *piece_end[PIECES];
 
@@ -74,15 +74,16 @@ struct HeadFeed : PlaneFeed<State, P, N> {
     piece[pieces] = (const char*)((uintptr_t)at / LINE * LINE), piece_end[pieces++] = (const char*)at + bytes;
   }
 
-  // Asks for a few lines, unless `most` rows are pending. Loops that compute call it once in tens of cycles.
-  INLINE void ask(int most = Planes::BEGINNING) {
-    if (asked < pieces) {
-      const char*& at = piece[asked];
-      for (int line = 0; line < AT_ONCE && at < piece_end[asked]; line++, at += LINE) prefetch(at, LINE);
-      if (at >= piece_end[asked]) asked++;
-    } else if (const char* row = Planes::take(most, nullptr)) {
-      prefetch(row, Planes::ROW);
-    }
+  // Asks for a few lines, some `times`, unless `most` rows are pending. Loops that compute call it once in tens of cycles.
+  INLINE void ask(int times = 1, int most = Planes::BEGINNING) {
+    for (int i = 0; i < times; i++)
+      if (asked < pieces) {
+        const char*& at = piece[asked];
+        for (int line = 0; line < AT_ONCE && at < piece_end[asked]; line++, at += LINE) prefetch(at, LINE);
+        if (at >= piece_end[asked]) asked++;
+      } else if (const char* row = Planes::take(most, nullptr)) {
+        prefetch(row, Planes::ROW);
+      }
   }
 };
 
@@ -91,7 +92,7 @@ struct Nothing {
   INLINE void operator()() const {}
 };
 
-// A block of the read plane, and the feed to go on with meanwhile, line by line.
+// A block of the read plane, and the feed to go on with meanwhile, a row for each of its rows.
 template <class State, int P, int N>
 struct ReadPlane {
   static constexpr int LANES_APART = Walk<State, P>::LANES_APART;
