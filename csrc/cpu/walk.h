@@ -27,7 +27,7 @@ struct PlaneFeed {
   // Most rows pending, measured: when a walk begins and when it ends, so that what comes between two walks has rows to ask for, and while a
   // flush computes. Rows that follow one another need little: the hardware's prefetchers go on from the first ones.
   static constexpr int BEGINNING = (Order::SPREAD ? 24576 : 8192) / ROW, END = (Order::SPREAD ? 16384 : 8192) / ROW;
-  static constexpr int FOLDING = (Order::SPREAD ? 196608 : 65536) / ROW;
+  static constexpr int FOLDING = (Order::SPREAD ? 196608 : 8192) / ROW;
 
   const char* next = nullptr;       // the row to ask for
   int left = 0;                     // rows from there on
