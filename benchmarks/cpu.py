@@ -189,9 +189,10 @@ def measure(family: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def memory_states(rounds: list[dict[str, float]]) -> list[list[dict[str, float]]]:
-    """Steady rounds, those together whose read rates lie within a seventh above the slowest; the slowest state first."""
+    """Steady rounds (all, if none is), those together whose read rates lie within a seventh above the slowest; the slowest state first."""
     states: list[list[dict[str, float]]] = []
-    for r in sorted((r for r in rounds if r["drift"] <= 0.1), key=lambda r: r["read"]):
+    steady = [r for r in rounds if r["drift"] <= 0.1] or rounds
+    for r in sorted(steady, key=lambda r: r["read"]):
         if not states or r["read"] > states[-1][0]["read"] * 8 / 7:
             states.append([])
         states[-1].append(r)

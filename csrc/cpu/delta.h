@@ -80,7 +80,7 @@ static void run_head(const Params* p, const Row& row, int head, const Window& w,
 }
 
 // What a head will touch besides its state and its keys.
-INLINE void expect_delta(const Params* p, const Row& row, int head, Feed& feed) {
+static void expect_delta(const Params* p, const Row& row, int head, Feed& feed) {
   const long long entries = (long long)head * RING_LEN;
   const act *ring_u = at<act>(p->ring_u, row.slot * p->ring_u_slot + entries * P),
             *ring_v = at<act>(p->ring_v, row.slot * p->ring_v_slot + entries * P);

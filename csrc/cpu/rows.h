@@ -48,14 +48,15 @@ static Row read_row(const Params* p, long long r) {
   return row;
 }
 
+// Rings are in two pieces where they wrap; of a new token there are at most six.
 typedef HeadFeed<State, P, N, 16 + 6 * MAX_TOKENS> Feed;
 
 // The ring's entries that a step will touch, `stride` bytes each.
-INLINE void expect_ring(Feed& feed, const Row& row, const void* ring, int stride) {
+static void expect_ring(Feed& feed, const Row& row, const void* ring, int stride) {
   const int before_end = row.start + row.seen < RING_LEN ? row.seen : RING_LEN - row.start;
   feed.expect((const char*)ring + row.start * stride, before_end * stride);
   if (before_end < row.seen) feed.expect(ring, (row.seen - before_end) * stride);
 }
-INLINE void expect_new(Feed& feed, const Row& row, const void* ring, int stride) {
+static void expect_new(Feed& feed, const Row& row, const void* ring, int stride) {
   for (int t = 0; t < row.tokens; t++) feed.expect((const char*)ring + row.place[row.history + t] * stride, stride);
 }

@@ -1,6 +1,5 @@
 // The order of a step's work. Flushes are bound by arithmetic and plain steps by memory, so a thread takes heads of both in turn, and while it
-// folds, its feed brings the planes that it walks next. Units of consecutive heads of one row are claimed in order as threads become free;
-// each head depends on nothing but itself.
+// folds, its feed brings the planes that it walks next.
 
 #include <vector>
 
@@ -12,19 +11,18 @@ struct Claim {
   int first, end;
 };
 
-// Rows of a kind, and how far they are claimed.
+// Units of the rows of a kind, and how far they are claimed.
 struct Pool {
-  std::vector<int> rows;
-  int heads;  // of a unit
+  const std::vector<int>& rows;
+  const Units units;
   long long next = 0;
 
+  Pool(const Params* p, const std::vector<int>& rows, int most) : rows(rows), units(p, rows.size(), most) {}
+
   bool claim(const Params* p, Claim& claim) {
-    const int blocks = (p->num_heads + heads - 1) / heads;
-    const long long unit = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED);
-    if (unit >= (long long)rows.size() * blocks) return false;
-    claim.row = read_row(p, rows[unit / blocks]);
-    claim.first = (int)(unit % blocks) * heads;
-    claim.end = claim.first + heads < p->num_heads ? claim.first + heads : p->num_heads;
+    const long long u = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED);
+    if (u >= units.count) return false;
+    units.call(u, [&](long long r, int first, int end) { claim = {read_row(p, rows[r]), first, end}; });
     return true;
   }
 };
@@ -45,15 +43,14 @@ struct Heads {
 // a head takes besides its state.
 template <class Unit>
 static void run_step(const Params* p) {
-  Pool plain, flushing;
+  std::vector<int> plain_rows, flush_rows;
   size_t walking = 0;  // plain rows that have tokens
   for (int r = 0; r < p->rows; r++) {
     const Row row = read_row(p, r);
-    (row.flush ? flushing : plain).rows.push_back(r);
+    (row.flush ? flush_rows : plain_rows).push_back(r);
     walking += row.tokens && !row.flush;
   }
-  plain.heads = unit_heads(p, plain.rows.size()), flushing.heads = unit_heads(p, flushing.rows.size());
-  if (flushing.heads > FLUSH_HEADS) flushing.heads = FLUSH_HEADS;
+  Pool plain(p, plain_rows, p->num_heads), flushing(p, flush_rows, FLUSH_HEADS);
 #pragma omp parallel num_threads(p->threads)
   {
     Unit unit, folding;
@@ -79,7 +76,7 @@ static void run_step(const Params* p) {
       unit.start(p, next);
       more = claim_next();
       for (; unit.head < unit.end; unit.step(p, feed)) {
-        for (due += flushing.rows.size(); due >= walking; due -= walking) fold_head();
+        for (due += flush_rows.size(); due >= walking; due -= walking) fold_head();
         if (unit.head + 1 < unit.end)
           Unit::expect(p, unit.row, unit.head + 1, false, feed);
         else if (more)

@@ -9,17 +9,29 @@ INLINE int unit_heads(const Params* p, long long rows) {
   return heads;
 }
 
-// Calls unit(row, first head, end of heads).
+// The units of a number of rows, of at most so many heads.
+struct Units {
+  int num_heads, heads, blocks;
+  long long count;
+
+  Units(const Params* p, long long rows, int most) : num_heads(p->num_heads), heads(unit_heads(p, rows)) {
+    if (heads > most) heads = most;
+    blocks = (num_heads + heads - 1) / heads;
+    count = rows * blocks;
+  }
+  // Calls unit(row, first head, end of heads).
+  template <class Unit>
+  INLINE void call(long long u, Unit unit) const {
+    const int first = (int)(u % blocks) * heads;
+    unit(u / blocks, first, first + heads < num_heads ? first + heads : num_heads);
+  }
+};
+
 template <class Unit>
 INLINE void for_each_unit(const Params* p, long long rows, Unit unit) {
-  const int heads = unit_heads(p, rows);
-  const int blocks = (p->num_heads + heads - 1) / heads;
-  const long long units = rows * blocks;
+  const Units units(p, rows, p->num_heads);
 #pragma omp parallel for num_threads(p->threads) schedule(dynamic, 1)
-  for (long long u = 0; u < units; u++) {
-    const int first = (int)(u % blocks) * heads;
-    unit(u / blocks, first, first + heads < p->num_heads ? first + heads : p->num_heads);
-  }
+  for (long long u = 0; u < units.count; u++) units.call(u, unit);
 }
 
 template <class Unit>
